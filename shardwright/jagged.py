@@ -76,6 +76,15 @@ class Batch:
             None if self.weights is None else change(self.weights),
         )
 
+    def narrow(self, start: int, stop: int) -> "Batch":
+        """Select samples `start` to `stop` (excluded)."""
+        return Batch(
+            narrow(self.features, start, stop),
+            None if self.dense is None else self.dense[start:stop],
+            {name: label[start:stop] for name, label in self.labels.items()},
+            None if self.weights is None else self.weights[start:stop],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Vectors:

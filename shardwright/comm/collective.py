@@ -46,7 +46,7 @@ def all_reduce(x: Tensor, group: Group) -> Pending[Tensor]:
             return _direct_all_reduce(x, group)
         if group.hierarchical_groups:
             return hierarchical_all_reduce(x, group.next_hierarchical_group())
-    return _issue(group, lambda: x, lambda: dist.all_reduce(x, group=group.process_group, async_op=True))
+    return issue_works(group, lambda: x, lambda: dist.all_reduce(x, group=group.process_group, async_op=True))
 
 
 def all_reduce_bf16(x: Tensor, group: Group, residual: Tensor | None = None) -> Pending[Tensor]:
@@ -110,7 +110,7 @@ def broadcast(x: Tensor, source: int, group: Group) -> Pending[Tensor]:
     _check_contiguous(x, "broadcast")
     check_collective(group, f"broadcast from {source}", x)
     root = group.ranks[source]
-    return _issue(group, lambda: x, lambda: dist.broadcast(x, root, group=group.process_group, async_op=True))
+    return issue_works(group, lambda: x, lambda: dist.broadcast(x, root, group=group.process_group, async_op=True))
 
 
 def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
@@ -121,12 +121,12 @@ def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]
         x = x.detach().contiguous()
         out = x.new_empty(sum(sizes), *x.shape[1:])
         inputs, outputs = [x] * group.size, _split_rows(out, sizes)
-        return _issue(group, lambda: out, lambda: _send_and_receive(inputs, outputs, group))
+        return issue_works(group, lambda: out, lambda: _send_and_receive(inputs, outputs, group))
     longest = max(sizes)
     padded = x.new_zeros(longest, *x.shape[1:])
     padded[: len(x)] = x
     parts = [torch.empty_like(padded) for _ in range(group.size)] if group.size > 1 else [padded]
-    return _issue(
+    return issue_works(
         group,
         lambda: torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]),
         lambda: dist.all_gather(parts, padded, group=group.process_group, async_op=True),
@@ -136,7 +136,7 @@ def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]
 def all_gather_into(tensors: Sequence[Tensor], group: Group) -> Pending[Sequence[Tensor]]:
     """All-gather rank r's `tensors[r]` over the group, on its lane, in place; `wait()` returns `tensors`."""
     inputs = [tensors[group.index]] * group.size
-    return _issue(group, lambda: tensors, lambda: _send_and_receive(inputs, tensors, group))
+    return issue_works(group, lambda: tensors, lambda: _send_and_receive(inputs, tensors, group))
 
 
 def reduce_scatter(x: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
@@ -183,7 +183,7 @@ def all_to_all(
     check_collective(
         group, f"all_to_all of rows of {x.dtype} {tuple(x.shape[1:])}", None, (list(input_splits), list(output_splits))
     )
-    return _issue(
+    return issue_works(
         group,
         lambda: codec.decode(out, x.dtype),
         lambda: _send_and_receive(_split_rows(wire, input_splits), _split_rows(out, output_splits), group),
@@ -275,7 +275,7 @@ def all_to_all_autograd(
     return _AllToAll.apply(x, tuple(input_splits), tuple(output_splits), group, codecs)  # pyright: ignore[reportReturnType]
 
 
-def _issue(group: Group, finish: Callable[[], T], start: Callable[[], Any]) -> Pending[T]:
+def issue_works(group: Group, finish: Callable[[], T], start: Callable[[], Any]) -> Pending[T]:
     """Issue works with `start`; the Pending keeps `start`, and the buffers it refers to, until they end."""
     if group.size == 1:
         return Pending(finish)
@@ -295,7 +295,9 @@ def _exchange(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group,
     if group.size == 1:
         return Pending(lambda: x)
     out = x.new_empty(sum(recv), *x.shape[1:])
-    return _issue(group, lambda: out, lambda: _send_and_receive(_split_rows(x, send), _split_rows(out, recv), group))
+    return issue_works(
+        group, lambda: out, lambda: _send_and_receive(_split_rows(x, send), _split_rows(out, recv), group)
+    )
 
 
 def _send_and_receive(inputs: Sequence[Tensor], outputs: Sequence[Tensor], group: Group) -> list[Any]:
@@ -337,7 +339,7 @@ def _direct_all_reduce(x: Tensor, group: Group) -> Pending[Tensor]:
             total.add_(part)
         return x
 
-    return _issue(group, sum_parts, lambda: _send_and_receive([total] * group.size, parts, group))
+    return issue_works(group, sum_parts, lambda: _send_and_receive([total] * group.size, parts, group))
 
 
 def _split_rows(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:

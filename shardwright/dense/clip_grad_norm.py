@@ -22,17 +22,21 @@ def clip_grad_norm(
     max_norm: float,
     groups: Sequence[Group] = (),
     replicated: Sequence[nn.Parameter] = (),
+    pipeline_groups: Sequence[Group] = (),
 ) -> float:
     """Clip all gradients together to an L2 norm of at most `max_norm`; returns the norm before clipping.
 
     `parameters` are this rank's shards of parameters that are sharded over `groups`; without groups, all parameters.
-    `replicated` are the unsharded parameters, equal on all ranks of `groups`. All ranks of `groups` must call it: one
-    all-reduce over each group.
+    `replicated` are the unsharded parameters, equal on all ranks of `groups`. The ranks of `pipeline_groups` have other
+    parameters. All ranks of all groups must call it: one all-reduce over each group.
     """
     total = _sum_of_squares(parameters)
     for group in groups:
         total = collective.all_reduce(total, group).wait()
-    norm = float((total + _sum_of_squares(replicated)).sqrt())
+    total += _sum_of_squares(replicated)
+    for group in pipeline_groups:
+        total = collective.all_reduce(total, group).wait()
+    norm = float(total.sqrt())
     if norm > max_norm:
         for parameter in (*parameters, *replicated):
             if parameter.grad is not None:
@@ -46,13 +50,14 @@ def register_clip_hook(
     max_norm: float,
     groups: Sequence[Group] = (),
     replicated: Sequence[nn.Parameter] = (),
+    pipeline_groups: Sequence[Group] = (),
 ) -> None:
     """Call `clip_grad_norm` before every step of this optimizer."""
     if not max_norm > 0:
         raise UserError(f"clip={max_norm}: the maximum global norm of the dense gradients must be above 0")
 
     def clip_gradients(*_: object) -> None:
-        clip_grad_norm(parameters, max_norm, groups, replicated)
+        clip_grad_norm(parameters, max_norm, groups, replicated, pipeline_groups)
 
     optimizer.register_step_pre_hook(clip_gradients)
 

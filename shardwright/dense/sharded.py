@@ -141,8 +141,7 @@ class ShardedModel:
         With `overlap`, gradients are reduced while the backward pass runs. Replicas all-reduce only in the last
         micro-batch of a step.
         """
-        if self._pending is not None:  # the reductions of an earlier micro-batch
-            self._pending.wait()
+        self.finish_reductions()
         self._reduce_scatters, self._replica_reductions, self._issued = [], [], []
         self._in_backward, self._any_backward_started = True, False
         self._overlap, self._grad_scale, self._is_last_micro_batch = overlap, grad_scale, is_last_micro_batch
@@ -199,6 +198,12 @@ class ShardedModel:
         self._reduce_over_replicas(len(self._reduce_scatters))
         if self.replicated is not None:
             self.replicated.continue_reduction()
+
+    def finish_reductions(self) -> None:
+        """Wait for the reductions of the last backward pass; the shards then have their gradients."""
+        if self._pending is not None:
+            with self.trace_wait("reduce"):
+                self._pending.wait()
 
     def reshard(self) -> None:
         """Reshard all blocks: a block that no backward pass reached is still unsharded."""

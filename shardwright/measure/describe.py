@@ -138,7 +138,7 @@ def _distinct_curve(ids: Tensor, lengths: Tensor) -> tuple[tuple[int, float], ..
 
 def _trace_blocks(model: nn.Module, sparse: EmbeddingBags | None, batch: Batch) -> tuple[Block, ...]:
     """Trace the whole step once, then each block on the inputs it received; "rest" is the difference."""
-    twin = _meta_twin(model)
+    twin = meta_twin(model)
     vectors = sparse.blank(batch.features) if sparse else None
     names, meta = block_names(model), batch.to("meta")
     try:
@@ -164,7 +164,7 @@ def _blocks_without_vectors(model: nn.Module, batch: Batch, vectors: Vectors, na
 
     Only the vectors require gradients in this trace, so that outputs of these blocks require none.
     """
-    twin = _meta_twin(model).requires_grad_(False)
+    twin = meta_twin(model).requires_grad_(False)
     names_without: set[str] = set()
 
     def check_output(name: str, _: nn.Module, __: Any, output: Any) -> None:
@@ -258,7 +258,7 @@ def _compute_loss(model: Any, batch: Batch, vectors: Vectors | None) -> Tensor:
     return model.loss(model.dense(batch, vectors), batch)
 
 
-def _meta_twin(model: nn.Module) -> nn.Module:
+def meta_twin(model: nn.Module) -> nn.Module:
     """A copy with the model's structure and shared parameters, whose tensors are on the meta device."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():

@@ -20,12 +20,13 @@ from shardwright.layers.embedding import EmbeddingBags
 
 
 class GradientAccumulation:
-    """The micro-batches of the current step: `num_micro_batches`, fewer at the end of the data."""
+    """The micro-batches of the current step: `num_batches`, fewer at the end of the data, each in `parts` parts."""
 
-    def __init__(self, num_micro_batches: int = 1, dense_parameters: Sequence[nn.Parameter] = ()) -> None:
-        if num_micro_batches < 1:
-            raise UserError(f"accumulate={num_micro_batches}; allowed: 1 or more micro-batches per step")
-        self.num_micro_batches, self._dense_parameters = num_micro_batches, tuple(dense_parameters)
+    def __init__(self, num_batches: int = 1, dense_parameters: Sequence[nn.Parameter] = (), parts: int = 1) -> None:
+        if num_batches < 1:
+            raise UserError(f"accumulate={num_batches}; allowed: 1 or more micro-batches per step")
+        self.num_micro_batches, self.parts = num_batches * parts, parts
+        self._dense_parameters = tuple(dense_parameters)
         self.poll_stop: Callable[[], int] = lambda: 0  # the stop signal of this process; 0: none
         self.agreed_stop_signal = 0  # the stop signal that all ranks have received: no further step begins
         self.clear()

@@ -7,10 +7,9 @@ Each rank's loss is the mean over its local batch, multiplied by the rank's shar
 gradients of all ranks then add up to the gradients of the mean over the global batch.
 """
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,33 +17,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shardwright.checkpoint.manifest import MODEL_PREFIX
 from shardwright.comm.mesh import Mesh
 from shardwright.comm.pending import Pending, ready
 from shardwright.comm.transfer import Transfer
-from shardwright.dense.replicated import ReplicatedModel
 from shardwright.dense.sharded import ShardedModel
-from shardwright.errors import UserError
 from shardwright.jagged import Batch, Vectors, check_batch
-from shardwright.kernels.finite import first_nonfinite_row
 from shardwright.layers.exchange import Announced, Announcer
 from shardwright.measure.describe import sparse_of
 from shardwright.planner.step.stages import REDUCED_SLOTS, has_host_reduce
 from shardwright.runtime.accumulation import GradientAccumulation, loss_weight
-from shardwright.runtime.state import local_rectangles
+from shardwright.runtime.chunk_stages import pipeline_functions
+from shardwright.runtime.dense_layout import DenseLayout
+from shardwright.runtime.finite_loss import check_loss
+from shardwright.runtime.outputs import BatchParts, Output, Scores
+from shardwright.spec.calls import Call
 from shardwright.spec.lanes import DENSE, HOST, IDS, WIRE
+from shardwright.spec.pipeline import Chunk
 from shardwright.spec.plan import Contract, Stage
 from shardwright.step.slots import Binding, EndOfData, InFlight, Slots, accesses, contract_of
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """The result of one batch, which `Job.run` and `Job.evaluate` yield."""
-
-    step: int  # number of training steps done
-    loss: Tensor
-    logits: Any  # the model's output, in the form that its `loss` takes
-    batch: Batch
 
 
 def trainable_names(model: nn.Module) -> frozenset[str]:
@@ -61,42 +51,44 @@ class StepBindings:
         stages: Sequence[Stage],
         mesh: Mesh,
         announcer: Announcer,
-        reducer: ReplicatedModel | ShardedModel | None = None,
+        layout: DenseLayout,
         accumulation: GradientAccumulation | None = None,
         *,
         autocast_dtype: torch.dtype = torch.float32,
         overlap: bool = False,
     ) -> None:
-        """`announcer`: the exchange of the model's tables, if it has any; `reducer`: of dense gradients over ranks;
-        `accumulation`: micro-batches of a step. With `overlap`, gradients are sent while the backward pass continues.
+        """`announcer`: the exchange of the model's tables, if it has any; `layout`: of the dense model; `accumulation`:
+        micro-batches of a step. With `overlap`, gradients are sent while the backward pass continues.
         """
         self.model = model
         self.stages = tuple(stages)
         self.mesh = mesh
         self.announcer = announcer
-        self.reducer = reducer
-        self.sharded_model = reducer if isinstance(reducer, ShardedModel) else None
+        self.layout = layout
+        self.reducers, self.pipeline = layout.reducers, layout.pipeline
         self.accumulation = accumulation or GradientAccumulation()
         self.autocast_dtype = autocast_dtype
         self.overlap = overlap
-        self.training = any(stage.name == "backward" for stage in stages)
+        self.training = any(stage.name == "step" for stage in stages)
         self.optimizer: torch.optim.Optimizer | None = None
         self.transfer = Transfer(mesh.device) if mesh.device.type == "cuda" else None
-        self.batches: Iterator[Batch] = iter(())
+        self.batches = BatchParts(())
+        self._parts: Iterator[Batch] = iter(())
         self.outputs: deque[Output] = deque()
         self.num_steps = 0
+        self._begun_step = -1  # the last step that has begun
         self.inside_step = False  # whether micro-batches of an unfinished step have run
         self.is_watched = False  # whether the heartbeat reports this rank's stage and step to other ranks
         self.trainable_names = trainable_names(model)
         # Whether a step's global batch has samples beyond this batch: of other ranks, or of other micro-batches.
         self._is_partial_batch = mesh.size > 1 or self.accumulation.num_micro_batches > 1
         self._end_announcement: Pending[Any] = ready(None)
-        waits_for_lengths = next(name for name in ("ids", "forward") if name in {s.name for s in stages})
+        waits_for_lengths = next(name for name in ("ids", "weigh", "forward") if name in {s.name for s in stages})
         end_functions: Mapping[str, Callable[[], None]] = {
             "lengths": self.announce_end,
             waits_for_lengths: self.wait_for_end,
         }
-        functions = self.functions(model, stages)
+        functions = self.functions(model, stages, self.pipeline.chunks.values() if self.pipeline is not None else ())
         self.bindings = {
             stage.name: Binding(
                 partial(self._run, stage.name, functions[stage.name]), end_functions.get(stage.name, lambda: None)
@@ -104,9 +96,15 @@ class StepBindings:
             for stage in self.stages
         }
 
+    @property
+    def sharded_models(self) -> list[ShardedModel]:
+        return [reducer for reducer in self.reducers if isinstance(reducer, ShardedModel)]
+
     @staticmethod
-    def functions(model: nn.Module, stages: Sequence[Stage]) -> Mapping[str, Callable[["StepBindings", Slots], Any]]:
-        """The function of each stage of this model's step."""
+    def functions(
+        model: nn.Module, stages: Sequence[Stage], chunks: Iterable[Chunk] = ()
+    ) -> Mapping[str, Callable[["StepBindings", Slots], Any]]:
+        """The function of each stage of this model's step; `chunks`: of a pipeline, on this rank."""
         functions = {
             "read": StepBindings.read_batch,
             "to_device": StepBindings.copy_to_device,
@@ -115,6 +113,8 @@ class StepBindings:
             "step": StepBindings.step_optimizer,
             "emit": StepBindings.emit,
         }
+        if chunks := tuple(chunks):
+            return {**functions, **pipeline_functions(chunks)}
         if sparse_of(model) is None:
             return functions | {"forward": StepBindings.forward_batch, "backward": StepBindings.backward_dense}
         functions |= {
@@ -135,12 +135,20 @@ class StepBindings:
         return functions
 
     @staticmethod
-    def contracts(model: nn.Module, stages: Sequence[Stage]) -> dict[str, Contract]:
+    def contracts(model: nn.Module, stages: Sequence[Stage], chunks: Iterable[Chunk] = ()) -> dict[str, Contract]:
         """By stage, the slots that its function accesses."""
-        return {name: contract_of(function) for name, function in StepBindings.functions(model, stages).items()}
+        functions = StepBindings.functions(model, stages, chunks)
+        return {name: contract_of(function) for name, function in functions.items()}
+
+    def read_from(self, loader: Iterable[Batch]) -> BatchParts:
+        """Read the batches of this loader from now on."""
+        self.clear()
+        self.batches = BatchParts(loader, self.accumulation.parts)
+        self._parts = iter(self.batches)
+        return self.batches
 
     def clear(self) -> None:
-        """Discard what an earlier run has read ahead, and an unfinished step."""
+        """Discard what was read ahead, and an unfinished step."""
         self.accumulation.clear()
         self.inside_step = False
 
@@ -157,7 +165,7 @@ class StepBindings:
     def read_batch(self, slots: Slots) -> None:
         if self.mesh.size == 1:  # several ranks announce the signal to each other
             self.accumulation.agreed_stop_signal = self.accumulation.agreed_stop_signal or self.accumulation.poll_stop()
-        batch, slots.ends_data = self.accumulation.next_batch(self.batches)
+        batch, slots.ends_data = self.accumulation.next_batch(self._parts)
         if batch is None:
             raise EndOfData
         check_batch(batch, allow_zero_weights=self._is_partial_batch)
@@ -175,7 +183,8 @@ class StepBindings:
         batch, sparse = slots["batch"], sparse_of(self.model)
         ids = sparse.read(batch.features) if sparse is not None else None
         stop = self.accumulation.poll_stop() if self.mesh.size > 1 else 0
-        slots["request"] = self.announcer.request(ids, slots["weight"], stop)
+        counts = self.pipeline is None or self.pipeline.is_last  # the ranks of a pipeline have the same samples
+        slots["request"] = self.announcer.request(ids, slots["weight"] if counts else 0.0, stop)
 
     @accesses(reads=("request",), writes=("lengths",))
     def announce_request(self, slots: Slots) -> None:
@@ -192,23 +201,30 @@ class StepBindings:
         """
         self._end_announcement.wait()
 
-    def _agree_to_stop(self, announced: Announced) -> None:
+    def agree_to_stop(self, announced: Announced) -> None:
         """Begin no further step if some rank has received a stop signal."""
         self.accumulation.agreed_stop_signal = self.accumulation.agreed_stop_signal or announced.stop_signal
 
     @accesses(reads=("batch", "logits", "loss"))
     def emit(self, slots: Slots) -> None:
-        self.num_steps += slots.call.is_last
-        self.inside_step = not slots.call.is_last
         logits = tree_map_only(Tensor, Tensor.detach, slots["logits"])
-        self.outputs.append(Output(self.num_steps, slots["loss"].detach(), logits, slots["batch"]))
+        weight = loss_weight(self.model.loss, slots["batch"]) if self.batches.num > 1 else 1.0
+        self.add_output(slots.call, slots["batch"], Scores(slots["loss"].detach(), logits, weight))
+
+    def add_output(self, call: Call, batch: Batch, scores: Scores | None) -> None:
+        """Yield the output of a batch once those of all its parts are here."""
+        self.num_steps += call.is_last
+        self.inside_step = not call.is_last
+        joined = self.batches.join(batch, scores)
+        if joined is not None:
+            self.outputs.append(Output(self.num_steps, *joined))
 
     # Tables
 
     @accesses(reads=("lengths",), writes=("ids",))
     def exchange_ids(self, slots: Slots) -> None:
         announced = slots["lengths"]
-        self._agree_to_stop(announced)
+        self.agree_to_stop(announced)
         slots["ids"] = _in_flight("ids", IDS, self.model.sparse.exchange.exchange_ids(announced))
 
     @accesses(reads=("ids", "state.tables"), writes=("looked",))
@@ -250,8 +266,8 @@ class StepBindings:
     @accesses(reads=("ids", "gradients.tables"), writes=("state.tables",))
     def update_tables(self, slots: Slots) -> None:
         gradients = slots["gradients.tables"]
-        if self.reducer is not None:
-            self.reducer.continue_reduction()
+        for reducer in self.reducers:
+            reducer.continue_reduction()
         if any(gradient is not None for gradient in gradients):
             self.accumulation.update_tables(self.model.sparse, slots["ids"], gradients)
 
@@ -263,25 +279,38 @@ class StepBindings:
 
     @accesses(reads=("batch", "lengths", "state.dense"), writes=("logits", "loss"))
     def forward_batch(self, slots: Slots) -> Sequence[InFlight]:
-        self._agree_to_stop(slots["lengths"])
+        self.agree_to_stop(slots["lengths"])
         return self._forward(slots, lambda: self.model(slots["batch"]))
 
     def _forward(self, slots: Slots, run_model: Callable[[], Any]) -> Sequence[InFlight]:
-        if slots.call.micro == 0 and self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
+        slots["logits"], slots["loss"], issued = self.run_with_loss(slots.call, run_model, slots["batch"])
+        return issued
+
+    def run_with_loss(
+        self, call: Call, run_model: Callable[[], Any], batch: Batch
+    ) -> tuple[Any, Tensor, Sequence[InFlight]]:
+        """The model's output, the loss, and the work that was issued."""
+        logits, issued = self.run_dense(call, run_model)
+        with torch.set_grad_enabled(self.training):
+            if self.autocast_dtype == torch.bfloat16:  # losses and metrics are computed in float32
+                logits = tree_map_only(Tensor, lambda x: x.float() if x.dtype == torch.bfloat16 else x, logits)
+            return logits, self._loss(logits, batch), issued
+
+    def run_dense(self, call: Call, run: Callable[[], Any]) -> tuple[Any, Sequence[InFlight]]:
+        """Run a part of the dense model; returns its output and the work that was issued."""
+        if call.micro == 0 and call.step != self._begun_step:
+            self._begun_step = call.step
+            if self.optimizer is not None:
+                self.optimizer.zero_grad(set_to_none=True)
         autocast = torch.autocast(
             self.mesh.device.type,
             self.autocast_dtype,
             enabled=self.autocast_dtype == torch.bfloat16,
-            cache_enabled=self.sharded_model is None,
+            cache_enabled=not self.sharded_models,
         )
-        with torch.set_grad_enabled(self.training):
-            with autocast:
-                logits = run_model()
-            if self.autocast_dtype == torch.bfloat16:  # losses and metrics are computed in float32
-                logits = tree_map_only(Tensor, lambda x: x.float() if x.dtype == torch.bfloat16 else x, logits)
-            slots["logits"], slots["loss"] = logits, self._loss(logits, slots["batch"])
-        return [InFlight(*work) for work in self.sharded_model.pop_issued()] if self.sharded_model is not None else ()
+        with torch.set_grad_enabled(self.training), autocast:
+            output = run()
+        return output, [InFlight(*work) for sharded in self.sharded_models for work in sharded.pop_issued()]
 
     def _loss(self, logits: Any, batch: Batch) -> Tensor:
         """The loss of a batch; 0, not NaN, for a local batch or micro-batch without samples or with zero weights."""
@@ -291,19 +320,9 @@ class StepBindings:
         if not batch.batch_size:
             return loss.nan_to_num(0.0)
         # On a GPU this would synchronize every step; there `runtime/run` checks the metrics it logs instead.
-        if self.training and loss.device.type == "cpu" and not math.isfinite(number := float(loss.detach())):
-            raise self._loss_error(number)
+        if self.training and loss.device.type == "cpu":
+            check_loss(self.model, loss, self.num_steps + 1)
         return loss
-
-    def _loss_error(self, loss: float) -> UserError:
-        """The error for a non-finite loss, raised before the update: names the first non-finite tensor of this rank."""
-        parts = local_rectangles(self.model, None, 0)
-        names = (rect.name.removeprefix(MODEL_PREFIX) for rect in parts if first_nonfinite_row(rect.values) is not None)
-        name = next(names, "")
-        where = f'"{name}" is not finite' if name else "all weights of this process are finite: inspect its batch"
-        return UserError(
-            f"step {self.num_steps + 1}: the loss is {loss}; {where}; lower tables.lr or dense.lr, or set clip"
-        )
 
     @accesses(reads=("ids", "lengths", "loss", "vectors"), writes=("gradients.tables", *REDUCED_SLOTS))
     def backward(self, slots: Slots) -> Sequence[InFlight]:
@@ -327,10 +346,11 @@ class StepBindings:
         Gradients of vectors are sent on lane `wire` once all exist; buckets or blocks of dense gradients are reduced as
         they fill. Returns the exchange of the vectors' gradients, and the reductions that were issued.
         """
-        announced, reducer = slots["lengths"], self.reducer
-        is_last = slots.call.is_last
+        announced = slots["lengths"]
+        for reducer in self.reducers:
+            reducer.finish_reductions()
         share = announced.share * self.accumulation.loss_factor(
-            announced.total_weight, is_first=slots.call.micro == 0, is_last=is_last
+            announced.total_weight, is_first=slots.call.micro == 0, is_last=slots.call.is_last
         )
         trains_tables = vectors is not None and self.model.sparse.trained
         is_whole_step = self.accumulation.num_micro_batches == 1
@@ -343,17 +363,30 @@ class StepBindings:
 
         if vectors is not None and trains_tables:
             vectors.receive(send_gradients if self.overlap else None)
-        if reducer is not None:
-            reducer.begin_backward(overlap=self.overlap, is_last_micro_batch=is_last)
-        (slots["loss"] * share).backward()
+        reduction, issued = self.run_backward(slots.call, (slots["loss"] * share).backward)
         if not exchanges and trains_tables:
             send_gradients()
         gradients = _in_flight("gradients", WIRE, exchanges[0]) if exchanges else None
         slots["reduced.top"] = slots["reduced.bottom"] = True  # the gradients are in each parameter's .grad
-        if reducer is None:
-            return gradients, ()
-        slots["reduced.bottom"] = InFlight("reduce", DENSE, reducer.end_backward(), is_single_event=False)
-        return gradients, [InFlight(*work) for work in reducer.pop_issued()]
+        if reduction is not None:
+            slots["reduced.bottom"] = InFlight("reduce", DENSE, reduction, is_single_event=False)
+        return gradients, issued
+
+    def run_backward(
+        self, call: Call, run: Callable[[], None], chunk: int = 0
+    ) -> tuple[Pending[None] | None, Sequence[InFlight]]:
+        """Run a backward pass of a chunk of the dense model, or of all of it.
+
+        Returns the reduction of its gradients, and the work that was issued.
+        """
+        if not self.reducers:
+            run()
+            return None, ()
+        reducer = self.reducers[chunk]
+        reducer.begin_backward(overlap=self.overlap, is_last_micro_batch=call.is_last)
+        run()
+        reduction = reducer.end_backward()
+        return reduction, [InFlight(*work) for work in reducer.pop_issued()]
 
     @accesses(reads=REDUCED_SLOTS, writes=("state.dense",))
     def step_optimizer(self, slots: Slots) -> None:

@@ -7,14 +7,14 @@ The model itself is kept as it is: no forward is patched, no module traced.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.comm.codec import Bf16, Fp16, Plain
-from shardwright.comm.mesh import Group, Mesh
+from shardwright.comm.mesh import Group, Mesh, current_rank
 from shardwright.embeddings.announcement import BatchAnnouncer
 from shardwright.embeddings.exchange import Lanes, ShardedTables
 from shardwright.embeddings.layout import build_layout
@@ -30,11 +30,12 @@ from shardwright.runtime import dense_layout
 from shardwright.runtime.accumulation import GradientAccumulation
 from shardwright.runtime.agreement import check_agreement
 from shardwright.runtime.bindings import StepBindings
-from shardwright.runtime.dense_layout import DenseOptimizer, mesh_for
+from shardwright.runtime.dense_layout import DenseOptimizer, announced_axes, mesh_for
 from shardwright.runtime.job import Job
 from shardwright.runtime.supported import check_supported, is_single_process
 from shardwright.runtime.user_loop import UserLoop
 from shardwright.spec.lanes import IDS, WIRE
+from shardwright.spec.pipeline import rank_chunks, rank_stages
 from shardwright.spec.plan import Plan
 
 CODECS = MappingProxyType({"float64": Plain, "float32": Plain, "float16": Fp16, "bfloat16": Bf16})
@@ -68,8 +69,8 @@ def build(
             "or freeze the tables with requires_grad_(False)"
         )
     check_supported(plan, sparse.tables if sparse else ())
-    plan.verify(contracts=StepBindings.contracts(model, plan.stages))
     dense_layout.check_dense_plan(model, plan)
+    _check_stages(model, plan)
     options = _Options(optimizer, hottest or {}, overlap, accumulate, clip)
     if mesh is not None:
         return _build_on(model, plan, mesh, options)
@@ -109,25 +110,40 @@ def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Jo
             f"{type(model).__name__} has {len(layout.parameters)} dense parameters and no optimizer; "
             "pass build(..., optimizer=lambda parameters: torch.optim.Adam(parameters))"
         )
-    announcer = sparse.exchange if sparse is not None else BatchAnnouncer(_sample_group(plan, mesh, IDS))
+    if sparse is not None:
+        announcer = sparse.exchange
+    else:
+        announcer = BatchAnnouncer(mesh.group(announced_axes(plan), IDS) if mesh.size > 1 else mesh.alone())
     overlap = options.overlap and not is_single_process(plan)
+    parts = plan.pipeline.micro_batches if plan.pipeline is not None else 1
     step = StepBindings(
         model,
-        plan.stages,
+        rank_stages(plan, mesh.rank),
         mesh,
         announcer,
-        layout.reducer,
-        GradientAccumulation(options.accumulate, layout.parameters),
+        layout,
+        GradientAccumulation(options.accumulate, layout.parameters, parts),
         autocast_dtype=getattr(torch, plan.dense.dtype),
         overlap=overlap,
     )
     user_loop = None
     if not is_single_process(plan):
-        user_loop = UserLoop(model, mesh, announcer, layout.parameters, layout.reducer, overlap=overlap)
+        reducer = next(iter(layout.reducers), None)
+        user_loop = UserLoop(model, mesh, announcer, layout.parameters, reducer, overlap=overlap)
     if layout.parameters and options.optimizer is not None:
         state_dtype = getattr(torch, plan.dense.state)
         step.optimizer = layout.make_optimizer(options.optimizer, state_dtype=state_dtype, clip=options.clip)
     return Job(plan, step, overlap=options.overlap, user_loop=user_loop, residuals=layout.residuals)
+
+
+def _check_stages(model: nn.Module, plan: Plan) -> None:
+    """Verify the plan, and that the functions of this rank's stages access exactly the slots that they declare."""
+    rank = current_rank() if plan.num_ranks > 1 else 0
+    stages, chunks = rank_stages(plan, rank), ()
+    if plan.pipeline is not None:
+        plan.verify()
+        chunks = rank_chunks(plan.pipeline, plan.num_pipeline_ranks, plan.pipeline_rank(rank))
+    replace(plan, stages=stages).verify(contracts=StepBindings.contracts(model, stages, chunks))
 
 
 def shard_tables(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, Tensor]) -> None:

@@ -1,7 +1,8 @@
 """Lay out the dense model as a plan says: sharded, replicated or offloaded parameters, and their optimizer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -13,12 +14,14 @@ from shardwright.dense.adam_bf16 import convert_state_dtype
 from shardwright.dense.clip_grad_norm import register_clip_hook
 from shardwright.dense.flat_parameter import shard_of
 from shardwright.dense.offload import offload_optimizer_state, offload_tensor
+from shardwright.dense.pipeline import AbsentModule, Boundaries, PipelineRank, check_cuttable, cut_model
 from shardwright.dense.replicated import ReplicatedModel, broadcast_values
 from shardwright.dense.sharded import ShardedBlock, ShardedModel, ShardingGroups, shard_model
 from shardwright.errors import UserError, did_you_mean
-from shardwright.measure.describe import block_names, sparse_of
+from shardwright.measure.describe import block_names, meta_twin, sparse_of
 from shardwright.runtime.materialize import materialize
-from shardwright.spec.lanes import DENSE, IDS, SHARD_LANES, WIRE
+from shardwright.spec.lanes import DENSE, IDS, PIPE, PIPE_BACKWARD, SHARD_LANES, WIRE
+from shardwright.spec.pipeline import rank_chunks
 from shardwright.spec.plan import Plan
 
 DenseOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -30,15 +33,16 @@ class DenseLayout:
     """A rank's part of the dense model."""
 
     parameters: list[nn.Parameter]  # the trained parameters or shards of this rank, for the optimizer
-    reducer: ReplicatedModel | ShardedModel | None = None  # reduces gradients over ranks
-    sharded_model: ShardedModel | None = None  # all-gathers blocks that are sharded or offloaded
+    reducers: tuple[ReplicatedModel | ShardedModel, ...] = ()  # of gradients over ranks; in a pipeline, by chunk
     offloaded: tuple[nn.Parameter, ...] = ()
     shard_groups: tuple[Group, ...] = ()  # groups whose ranks have the other shards
+    pipeline: PipelineRank | None = None
+    pipeline_groups: tuple[Group, ...] = ()  # groups whose ranks have the other chunks of a pipeline
 
     @property
     def residuals(self) -> Sequence[Tensor]:
         """Error feedback residuals of the gradient reduction."""
-        return () if self.reducer is None else self.reducer.residuals
+        return [residual for reducer in self.reducers for residual in reducer.residuals]
 
     def make_optimizer(self, make: DenseOptimizer, *, state_dtype: torch.dtype, clip: float) -> torch.optim.Optimizer:
         """Create the dense optimizer. `clip`: maximum global norm of all dense gradients; 0: no clipping."""
@@ -56,7 +60,7 @@ class DenseLayout:
         if clip:
             sharded = [parameter for parameter in self.parameters if shard_of(parameter)]
             replicated = [parameter for parameter in self.parameters if not shard_of(parameter)]
-            register_clip_hook(optimizer, sharded, clip, self.shard_groups, replicated)
+            register_clip_hook(optimizer, sharded, clip, self.shard_groups, replicated, self.pipeline_groups)
         return optimizer
 
 
@@ -66,7 +70,11 @@ def mesh_for(plan: Plan, timeout_seconds: float = 60.0) -> Mesh:
     The first lane is of the run's control flow (`RankGroup`). Ids and vectors are exchanged between all ranks with
     different samples, weights between the ranks that share them, gradients between replicas.
     """
-    groups: list[tuple[str, tuple[str, ...]]] = [(DEFAULT_LANE, ()), (IDS, plan.sample_axes), (DENSE, ())]
+    groups: list[tuple[str, tuple[str, ...]]] = [(DEFAULT_LANE, ()), (IDS, announced_axes(plan))]
+    if plan.sample_axes or plan.pipeline is None:
+        groups.append((DENSE, plan.sample_axes))
+    if plan.pipeline is not None:
+        groups += [(lane, plan.pipeline_axes) for lane in (PIPE, PIPE_BACKWARD)]
     if plan.tables:
         groups.append((WIRE, plan.sample_axes))
     if plan.dense.shard:
@@ -75,12 +83,25 @@ def mesh_for(plan: Plan, timeout_seconds: float = 60.0) -> Mesh:
     return Mesh(plan.mesh_axes, groups=groups, timeout_seconds=timeout_seconds)
 
 
+def announced_axes(plan: Plan) -> tuple[str, ...]:
+    """The axes along which batches are announced; none: to all ranks. Those of a pipeline end and stop together."""
+    return () if plan.pipeline is not None else plan.sample_axes
+
+
 def check_dense_plan(model: nn.Module, plan: Plan) -> None:
     """Raise if the plan names blocks that this model does not have, or an earlier build has sharded the model."""
     blocks = block_names(model)
     for name in (*(recompute.block for recompute in plan.dense.recompute), *plan.dense.offload):
         if name not in blocks:
             raise UserError(f'the plan names unknown block "{name}"{did_you_mean(name, blocks)}; plan this model again')
+    if plan.pipeline is not None:
+        check_cuttable(model)
+        num_blocks = len(model.get_submodule("blocks"))  # pyright: ignore[reportArgumentType]
+        if sum(plan.pipeline.blocks) != num_blocks:
+            raise UserError(
+                f"the pipeline's chunks {list(plan.pipeline.blocks)} have {sum(plan.pipeline.blocks)} blocks, and the "
+                f"model has {num_blocks}; plan this model again"
+            )
     if any(shard_of(parameter) for parameter in model.parameters()):
         raise UserError(f"an earlier build has sharded this {type(model).__name__}: create the model again")
 
@@ -88,9 +109,11 @@ def check_dense_plan(model: nn.Module, plan: Plan) -> None:
 def distribute_dense(model: nn.Module, plan: Plan, mesh: Mesh) -> DenseLayout:
     """Initialize the model on the mesh's device, and lay out its dense parameters.
 
-    Blocks are sharded as soon as they are initialized, or replicated; those to offload are moved to the next memory
-    tier; checkpointed blocks are wrapped. Rank 0's frozen dense parameters and buffers are broadcast on the dense lane.
+    A pipeline keeps this rank's chunks. Blocks are sharded as soon as they are initialized, or replicated; those to
+    offload are moved to the next memory tier; checkpointed blocks are wrapped. The frozen dense parameters and buffers
+    of the first of the ranks with different samples are broadcast on the dense lane.
     """
+    pipeline = _cut_for_pipeline(model, plan, mesh) if plan.pipeline is not None else None
     names = [name for name in block_names(model) if plan.dense.shard or name in plan.dense.offload]
     groups = _sharding_groups(plan, mesh) if names else None
     blocks = _materialize_blocks(model, names, groups, plan.dense.offload, mesh.device)
@@ -99,20 +122,73 @@ def distribute_dense(model: nn.Module, plan: Plan, mesh: Mesh) -> DenseLayout:
     shard_ids = {id(shard) for block in blocks for unit in block.flat_parameters for shard in unit.shards}
     offloaded = tuple(shard for block in blocks if block.name in plan.dense.offload for shard in block.trained_shards)
     parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in table_ids]
-    is_bf16 = plan.wire.dense == "bfloat16"
-    unsharded = [p for p in parameters if id(p) not in shard_ids]
-    all_ranks = mesh.group(lane=_dense_lane(mesh))
-    replicated = ReplicatedModel(unsharded, all_ranks, bf16_reduce=is_bf16) if unsharded and mesh.size > 1 else None
-    if mesh.size > 1:
+    sample_ranks = _dense_group(plan, mesh)
+    if sample_ranks.size > 1:
         frozen = [p for p in model.parameters() if not p.requires_grad and id(p) not in table_ids | shard_ids]
         table_state_ids = {id(state) for state in sparse.buffers()} if sparse else set()
-        broadcast_values([*frozen, *(b for b in model.buffers() if id(b) not in table_state_ids)], all_ranks)
-    sharded, shard_groups = None, ()
+        broadcast_values([*frozen, *(b for b in model.buffers() if id(b) not in table_state_ids)], sample_ranks)
+    reducers: list[ReplicatedModel | ShardedModel] = []
+    for part in _parts(model, pipeline):
+        own_ids = {id(parameter) for name in part for parameter in model.get_submodule(name).parameters()}
+        unsharded = [p for p in parameters if id(p) in own_ids - shard_ids]
+        own_blocks = [block for block in blocks if any(_is_inside(block.name, name) for name in part)]
+        reducers += _make_reducer(plan, unsharded, own_blocks, groups, sample_ranks)
+    shard_groups = (groups.all_gather,) if groups is not None and groups.all_gather.size > 1 else ()
+    checkpoint_activations(model, [entry for entry in plan.dense.recompute if _is_present(model, entry.block)])
+    pipeline_groups = (mesh.group(plan.pipeline_axes, PIPE),) if pipeline is not None else ()
+    return DenseLayout(parameters, tuple(reducers), offloaded, shard_groups, pipeline, pipeline_groups)
+
+
+def _cut_for_pipeline(model: nn.Module, plan: Plan, mesh: Mesh) -> PipelineRank:
+    """Keep this rank's chunks of the model."""
+    assert plan.pipeline is not None
+    num_ranks = plan.num_pipeline_ranks
+    chunks = rank_chunks(plan.pipeline, num_ranks, plan.pipeline_rank(mesh.rank))
+    starts = [0, *accumulate(plan.pipeline.blocks)][:-1]
+    boundaries = Boundaries(meta_twin(model), starts)
+    cut_model(model, chunks)
+    groups = mesh.group(plan.pipeline_axes, PIPE), mesh.group(plan.pipeline_axes, PIPE_BACKWARD)
+    return PipelineRank(model, chunks, groups, boundaries)
+
+
+def _parts(model: nn.Module, pipeline: PipelineRank | None) -> list[list[str]]:
+    """The modules whose gradients are reduced together: all of the model, or those of each chunk of a pipeline."""
+    if pipeline is None:
+        return [[""]]
+    return [
+        [
+            *(["embed"] if chunk.is_first else []),
+            *(f"blocks.{number}" for number in range(*chunk.blocks)),
+            *(["head"] if chunk.is_last else []),
+        ]
+        for chunk in pipeline.chunks.values()
+    ]
+
+
+def _make_reducer(
+    plan: Plan,
+    unsharded: Sequence[nn.Parameter],
+    blocks: Sequence[ShardedBlock],
+    groups: ShardingGroups | None,
+    sample_ranks: Group,
+) -> Iterator[ReplicatedModel | ShardedModel]:
+    """What reduces the gradients of these parameters and blocks; nothing on one rank without sharded blocks."""
+    is_bf16 = plan.wire.dense == "bfloat16"
+    replicated = None
+    if unsharded and sample_ranks.size > 1:
+        replicated = ReplicatedModel(unsharded, sample_ranks, bf16_reduce=is_bf16)
     if groups is not None:
-        shard_groups = (groups.all_gather,) if groups.all_gather.size > 1 else ()
-        sharded = ShardedModel(blocks, groups, replicated, num_prefetched_blocks=plan.dense.ahead, bf16_reduce=is_bf16)
-    checkpoint_activations(model, plan.dense.recompute)
-    return DenseLayout(parameters, sharded or replicated, sharded, offloaded, shard_groups)
+        yield ShardedModel(blocks, groups, replicated, num_prefetched_blocks=plan.dense.ahead, bf16_reduce=is_bf16)
+    elif replicated is not None:
+        yield replicated
+
+
+def _is_inside(name: str, module: str) -> bool:
+    return not module or name == module or name.startswith(f"{module}.")
+
+
+def _is_present(model: nn.Module, block: str) -> bool:
+    return not isinstance(model.get_submodule(block), AbsentModule)
 
 
 def _materialize_blocks(
@@ -149,8 +225,15 @@ def _sharding_groups(plan: Plan, mesh: Mesh) -> ShardingGroups:
 
     dense = _dense_lane(mesh)
     gather, scatter = SHARD_LANES if shard else (dense, dense)
-    replicas = replicate if shard else tuple(sizes)
-    return ShardingGroups(group(shard, gather), group(shard, scatter), group(replicas, dense), mesh.group(lane=dense))
+    replicas = replicate if shard else plan.sample_axes
+    return ShardingGroups(group(shard, gather), group(shard, scatter), group(replicas, dense), _dense_group(plan, mesh))
+
+
+def _dense_group(plan: Plan, mesh: Mesh) -> Group:
+    """The ranks with different samples, which hold replicas or shards of the same parameters."""
+    lane, sizes = _dense_lane(mesh), dict(plan.mesh_axes)
+    is_alone = mesh.size == 1 or prod(sizes[axis] for axis in plan.sample_axes) == 1
+    return mesh.alone(lane) if is_alone else mesh.group(plan.sample_axes, lane)
 
 
 def _dense_lane(mesh: Mesh) -> str:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,9 @@ from shardwright.kernels.finite import NONFINITE_REMEDY, first_nonfinite_row, nu
 from shardwright.kernels.matmul import library_in_use, use_library
 from shardwright.measure.describe import sparse_of
 from shardwright.planner.step.stages import evaluation_stages
-from shardwright.runtime.bindings import Output, StepBindings, trainable_names
+from shardwright.runtime.accumulation import GradientAccumulation
+from shardwright.runtime.bindings import StepBindings, trainable_names
+from shardwright.runtime.outputs import Output
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.saving import ChangedRows, CheckpointState, Saver
 from shardwright.runtime.state import (
@@ -37,6 +38,7 @@ from shardwright.runtime.state import (
     restore_residuals,
 )
 from shardwright.runtime.user_loop import UserLoop, single_process_batches
+from shardwright.spec.pipeline import rank_schedule, rank_stages
 from shardwright.spec.plan import Plan
 from shardwright.step.executor import run_overlapped, run_serial
 from shardwright.step.tracer import Tracer
@@ -56,15 +58,15 @@ class Job:
     ) -> None:
         """Created by `build`. `user_loop`: user training loops over several ranks; `residuals`: of error feedback."""
         self.plan = plan
-        self._execute = run_overlapped if overlap else run_serial
+        self._overlap, self._execute = overlap, run_overlapped if overlap else run_serial
         self.mesh = step.mesh
         self.model: Any = step.model
         self.optimizer = step.optimizer
         self.tracer = Tracer(
             rank=step.mesh.rank, device=step.mesh.device, micro_batches=step.accumulation.num_micro_batches
         )
-        if step.sharded_model is not None:
-            step.sharded_model.trace_wait = self.tracer.trace_wait
+        for sharded in step.sharded_models:
+            sharded.trace_wait = self.tracer.trace_wait
         self._step = step
         self._user_loop = user_loop
         self._residuals = residuals
@@ -120,22 +122,24 @@ class Job:
         step = self._step
         step.accumulation.poll_stop, step.accumulation.agreed_stop_signal = stop, 0
         step.is_watched = True
-        batches = step.batches = chain(loader)
-        step.clear()
+        batches = step.read_from(loader)
         frozen = gc.get_freeze_count() > 0  # by another run, or the user
         unfreeze = gc.unfreeze  # bound here: at interpreter exit the module `gc` may be gone
         if not frozen:
             gc.freeze()  # a collection over all objects takes as long as a step, and every rank waits for it
         try:
+            num_micro_batches = step.accumulation.num_micro_batches
             for _ in self._execute(
-                self.plan.stages,
+                step.stages,
                 step.bindings,
                 self.tracer,
-                micro_batches=step.accumulation.num_micro_batches,
+                micro_batches=num_micro_batches,
+                schedule=rank_schedule(self.plan, self.mesh.rank, num_micro_batches, overlap=self._overlap),
                 num_done=step.num_steps,
             ):
                 self.tracer.release_finished()
-                yield step.outputs.popleft()
+                while step.outputs:
+                    yield step.outputs.popleft()
         except Exception as error:
             if self.mesh.heartbeat is not None and not isinstance(error, PeerLost):
                 self.mesh.heartbeat.report_failure(error)
@@ -148,21 +152,25 @@ class Job:
 
     def evaluate(self, loader: Iterable[Batch]) -> Iterator[Output]:
         """Yield the output of each batch without updates; between outputs every module is in its previous mode."""
+        plan, parts = replace(self.plan, stages=evaluation_stages(self.plan.stages)), self._step.accumulation.parts
         step = StepBindings(
             self.model,
-            evaluation_stages(self.plan.stages),
+            rank_stages(plan, self.mesh.rank),
             self.mesh,
             self._step.announcer,
-            self._step.sharded_model,
+            self._step.layout,
+            GradientAccumulation(parts=parts),
             autocast_dtype=self._step.autocast_dtype,
         )
-        step.batches = iter(loader)
-        steps = run_serial(step.stages, step.bindings)
+        step.read_from(loader)
+        schedule = rank_schedule(plan, self.mesh.rank, parts, overlap=False)
+        steps = run_serial(step.stages, step.bindings, micro_batches=parts, schedule=schedule)
         while True:
             with _eval_mode(self.model):
                 if next(steps, None) is None:
                     return
-            yield step.outputs.popleft()
+            yield from step.outputs
+            step.outputs.clear()
 
     def scale_rates(self, factor: float) -> None:
         """Set every learning rate, including the tables', to `factor` times the rate that the job was built with."""
@@ -185,8 +193,8 @@ class Job:
         if self._user_loop is not None:
             yield from self._user_loop.batches(loader)
             return
-        if self._step.sharded_model is not None:
-            yield from single_process_batches(self._step.sharded_model, loader, self.mesh.device)
+        if self._step.sharded_models:
+            yield from single_process_batches(self._step.sharded_models[0], loader, self.mesh.device)
             return
         for batch in loader:
             check_batch(batch)
@@ -314,8 +322,8 @@ class Job:
                 f"a job's state is complete only between steps, and this job is inside step {self.step + 1}; "
                 "continue job.run until job.step increases"
             )
-        if self._step.sharded_model is not None:
-            self._step.sharded_model.reshard()
+        for sharded in self._step.sharded_models:
+            sharded.reshard()
 
 
 @contextmanager

@@ -26,8 +26,10 @@ def check_supported(plan: Plan, tables: Sequence[Table]) -> None:
         raise UserError(f"the plan has tables {sorted(planned)}, the model {sorted(specs)}; plan this model again")
     wire_dtypes = {plan.wire.vectors, plan.wire.gradients, plan.wire.dense}
     roles = {axis.role for axis in plan.axes if axis.size > 1}
+    supported_roles = {"data"} if plan.pipeline is None else {"data", "pipe"}
     checks = [
-        *((f"axes: {role} parallelism", True) for role in sorted(roles - {"data"})),
+        *((f"axes: {role} parallelism", True) for role in sorted(roles - supported_roles)),
+        ("pipeline", plan.pipeline is not None and bool(plan.tables)),
         ("experts", bool(plan.experts)),
         ("wire", is_local and wire_dtypes != {widest_dtype(tables)}),
         ("dense.shard", is_local and bool(plan.dense.shard)),

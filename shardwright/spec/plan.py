@@ -153,6 +153,19 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Pipeline parallelism along the axes with role "pipe"; see spec/pipeline.py.
+
+    `blocks`: the number of blocks of each chunk, in the order of the model; the embedding belongs to the first chunk,
+    the head to the last. `micro_batches`: parts of each local batch. `schedule`: a key of `SCHEDULES`.
+    """
+
+    blocks: tuple[int, ...]
+    micro_batches: int
+    schedule: str = "1f1b"
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertPlan:
     """Expert parallelism: for every expert of a block, the ranks that hold it."""
 
@@ -172,6 +185,7 @@ class Plan:
     dense: Dense = Dense()
     experts: tuple[ExpertPlan, ...] = ()
     wire: Wire = Wire()
+    pipeline: Pipeline | None = None
     stages: tuple[Stage, ...]  # in issue order within a tick; a batch runs the stages with the largest lead first
     why: tuple[tuple[str, str], ...] = ()  # (subject, reason)
 
@@ -199,6 +213,24 @@ class Plan:
     def sample_axes(self) -> tuple[str, ...]:
         """Names of the axes along which ranks have different samples."""
         return tuple(axis.name for axis in self.axes if axis.role in SAMPLE_ROLES)
+
+    @property
+    def pipeline_axes(self) -> tuple[str, ...]:
+        """Names of the axes along which ranks have different chunks of the model."""
+        return tuple(axis.name for axis in self.axes if axis.role == "pipe")
+
+    @property
+    def num_pipeline_ranks(self) -> int:
+        return num_ranks(axis for axis in self.axes if axis.role == "pipe")
+
+    def pipeline_rank(self, rank: int) -> int:
+        """The index of a rank along the pipeline."""
+        index, inner = 0, self.num_ranks
+        for axis in self.axes:
+            inner //= axis.size
+            if axis.role == "pipe":
+                index = index * axis.size + rank // inner % axis.size
+        return index
 
     @property
     def num_ranks(self) -> int:

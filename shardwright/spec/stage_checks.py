@@ -144,7 +144,9 @@ def _shared_persistent_slots(slots: tuple[str, ...], others: tuple[str, ...]) ->
 
 
 def misplaced_step_stage(plan: "Plan", *_: object) -> Iterator[str]:
-    """Stages that run once a step run after the step's last micro-batch."""
+    """Stages that run once a step run after the step's last micro-batch, except under the schedule of a pipeline."""
+    if plan.pipeline is not None:
+        return
     writers = _writer_by_slot(plan)
     for stage in plan.stages:
         if stage.per == "step" and stage.lead:

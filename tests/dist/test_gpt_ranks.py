@@ -203,7 +203,7 @@ def is_freed_on_rank(dense: Dense) -> bool:
     with ExitStack() as stack:
         job = make_job(stack, dense, 2)
         list(job.run(tokens(step, 0, 6) for step in range(2)))
-    reducer = weakref.ref(job._step.reducer)
+    reducer = weakref.ref(job._step.reducers[0])
     del job
     gc.collect()
     return reducer() is None

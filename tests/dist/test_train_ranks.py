@@ -13,8 +13,8 @@ from shardwright.comm.mesh import Mesh
 from shardwright.dense.replicated import ReplicatedModel, split_into_buckets
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
-from shardwright.runtime.bindings import Output
 from shardwright.runtime.build import build
+from shardwright.runtime.outputs import Output, Scores
 from shardwright.runtime.planning import plan_for
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.run.metrics import WindowMetrics
@@ -216,7 +216,7 @@ def window_metrics(world: int) -> dict:
     no_ids = Jagged((), torch.empty(0, dtype=torch.int64), torch.empty(0, size, dtype=torch.int64))
     labels = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0])[:size]
     local = Batch(no_ids, None, {"click": labels})
-    window.update(Output(1, torch.tensor(0.5 if size else 0.0), torch.arange(6.0)[:size], local))
+    window.update(Output(1, local, Scores(torch.tensor(0.5 if size else 0.0), torch.arange(6.0)[:size])))
     metrics = group.all_gather_window(window).compute()
     assert group.broadcast_text(f"rank {mesh.rank}") == "rank 0"
     mesh.close()

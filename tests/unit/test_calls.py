@@ -124,6 +124,7 @@ def test_a_stage_per_step_may_not_have_a_lead():
     from shardwright.spec.stage_checks import misplaced_step_stage
 
     class Plan:
+        pipeline = None
         stages = (STAGES[0], WORK, Stage("step", "main", ("gradient",), ("norm",), lead=1, per="step"))
 
     assert [*misplaced_step_stage(Plan())] == [

@@ -14,7 +14,7 @@ from sklearn.metrics import roc_auc_score
 
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
-from shardwright.runtime.bindings import Output
+from shardwright.runtime.outputs import Output, Scores
 from shardwright.runtime.run import metrics
 
 SCORED_LABELS = st.lists(st.tuples(st.integers(-5, 5), st.integers(0, 1)), min_size=2, max_size=60)
@@ -46,7 +46,7 @@ def output(logits, labels, weights=None) -> Output:
     ids = Jagged(("f",), torch.empty(0, dtype=torch.int64), torch.zeros(1, len(labels), dtype=torch.int64))
     logits = torch.tensor(logits)
     batch = Batch(ids, None, {"click": torch.tensor(labels)}, None if weights is None else torch.tensor(weights))
-    return Output(1, torch.tensor(0.5), logits, batch)
+    return Output(1, batch, Scores(torch.tensor(0.5), logits))
 
 
 def test_predicting_the_base_rate_has_ne_one_and_calibration_one():
@@ -155,7 +155,7 @@ def test_columns_of_several_windows_and_vectors_of_several_lifetimes_add_up():
 def test_windows_compute_grouped_auc_by_a_feature():
     ids = Jagged(("user", "tags"), torch.tensor([3, 3, 4, 4, 9]), torch.tensor([[1, 1, 1, 1], [0, 1, 0, 0]]))
     logits, labels = torch.tensor([0.9, 0.1, 0.2, 0.8]), torch.tensor([1.0, 0.0, 1.0, 0.0])
-    out = Output(1, torch.tensor(0.5), logits, Batch(ids, None, {"click": labels}))
+    out = Output(1, Batch(ids, None, {"click": labels}), Scores(torch.tensor(0.5), logits))
     window = metrics.WindowMetrics("click", "user")
     window.update(out)
     assert window.compute()["grouped_auc"] == 0.5

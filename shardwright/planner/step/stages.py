@@ -25,6 +25,8 @@ from shardwright.spec.stage_checks import ORDERING_SLOT, is_persistent, sort_by_
 Bodies = tuple[tuple[Stage, ...], tuple[Stage, ...]]  # the stages inside the forward and inside the backward stage
 # Leads by stage, other stages have 0: of several ranks, of one rank on a CPU and on a GPU.
 OVERLAPPED = MappingProxyType({"read": 3, "to_device": 2, "request": 2, "lengths": 2, "ids": 1, "prefetch": 1})
+# Of a pipeline: batches of the next step are announced while this step runs.
+PIPELINED = MappingProxyType({"read": 1, "to_device": 1, "request": 1, "lengths": 1})
 ONE_RANK = MappingProxyType[str, int]({})
 ONE_RANK_GPU = MappingProxyType({"read": 2, "to_device": 1})
 # Setting `ids_after` to the stage of batch i after which the ids of batch i+1 are issued.
@@ -50,6 +52,17 @@ DENSE_BACKWARD_BODY = (
     Stage("reduce", DENSE, ("gradients.top",), REDUCED_SLOTS, per="step"),
 )
 NO_BODIES: Bodies = ((), ())
+
+
+def pipeline_stages() -> tuple[Stage, ...]:
+    """The stages of a step of a pipeline; `rank_stages` (spec/pipeline.py) makes those of a rank from them."""
+    stages = list(step_stages(has_tables=False, leads=PIPELINED, bodies=NO_BODIES))
+    position = [stage.name for stage in stages].index("forward")
+    weight = ("step_weight",)
+    stages[position] = replace(stages[position], reads=("batch", *weight, "state.dense"))
+    stages[position + 1] = replace(stages[position + 1], reads=("lengths", *weight, "loss"))
+    stages.insert(position, Stage("weigh", MAIN, ("lengths",), weight, per="step"))
+    return tuple(stages)
 
 
 def step_stages(

@@ -27,9 +27,9 @@ from shardwright.kernels.native import retain_freed_memory
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import sparse_of
 from shardwright.planner.step.loop_cost import LoopCost
-from shardwright.runtime.bindings import Output
 from shardwright.runtime.launch import launcher
 from shardwright.runtime.materialize import materialize
+from shardwright.runtime.outputs import Output, Scores
 from shardwright.runtime.run.machine import choose_threads, rank_cores
 from shardwright.runtime.run.metrics import WindowMetrics
 from shardwright.spec.plan import Plan
@@ -189,7 +189,7 @@ def _measure_metrics(window: WindowMetrics, batch: Batch, samples: int, cores: f
     size = max(1, batch.batch_size)
     num = max(1, min(samples, MAX_SAMPLES) // size)
     for logits in torch.randn(num, size, generator=torch.Generator().manual_seed(0)):
-        window.update(Output(0, torch.tensor(0.0), logits[: batch.batch_size], batch))
+        window.update(Output(0, batch, Scores(torch.tensor(0.0), logits[: batch.batch_size])))
     scale = samples / (num * size)
     return measure_seconds(window.compute, cores, torch.get_num_threads()) * scale * _log2(samples) / _log2(num * size)
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from shardwright.errors import UserError
 from shardwright.jagged import select
-from shardwright.runtime.bindings import Output
+from shardwright.runtime.outputs import Output
 
 NUM_BINS = 1 << 14
 MAX_LOGIT = 16.0  # larger absolute logits share the outermost bins
@@ -82,6 +82,9 @@ class WindowMetrics:
         self._columns: dict[str, list[Tensor]] = {"logits": [], "labels": [], "weights": [], "groups": []}
 
     def update(self, output: Output) -> None:
+        """Add the output of a batch; outputs without scores do not count."""
+        if not output.has_scores:
+            return
         self._losses.append((output.loss, output.batch.batch_size))
         if self.label is not None:
             self._columns["logits"].append(output.logits)

@@ -27,11 +27,11 @@ from shardwright.jagged import Batch
 from shardwright.kernels.matmul import library_in_use, preferred_library, use_library
 from shardwright.layers.loss import BinaryLoss
 from shardwright.runtime import memory_check
-from shardwright.runtime.bindings import Output
 from shardwright.runtime.build import build
 from shardwright.runtime.dense_layout import mesh_for
 from shardwright.runtime.job import Job
 from shardwright.runtime.launch.signals import SECONDS_TO_END_STEP, StopRequest, StopRequested
+from shardwright.runtime.outputs import Output
 from shardwright.runtime.planning import plan_run
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.run import learning_rate, metrics, recipe

@@ -1,0 +1,84 @@
+"""Pipeline parallelism of GPT, alone and with data parallelism, compared with one process."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import Phase, given, seed, settings
+from hypothesis import strategies as st
+from test_dense_plans import DDP
+from test_gpt_ranks import SIZE, STEPS, adam, make_model, single_plan, tokens
+
+from shardwright.layers.decoder import LLAMA, QWEN3, DecoderForm
+from shardwright.planner.step.stages import pipeline_stages
+from shardwright.runtime.build import build
+from shardwright.runtime.job import Job
+from shardwright.spec.axes import Axis
+from shardwright.spec.lanes import LANES, PIPELINE_LANES, SHARD_LANES
+from shardwright.spec.plan import Dense, Pipeline, Plan
+
+DATA = Dense(replicate=("data@local",))
+SHARDED = Dense(shard=("data@local",))
+
+
+def pipeline_plan(pipeline: Pipeline, num_pipe: int, num_data: int, dense: Dense, form: DecoderForm) -> Plan:
+    single = single_plan(form)
+    return replace(
+        single,
+        axes=(Axis("pipe", "host", num_pipe), Axis("data", "local", num_data)),
+        lanes=(*LANES, *PIPELINE_LANES, *SHARD_LANES),
+        stages=pipeline_stages(),
+        pipeline=pipeline,
+        dense=replace(single.dense, replicate=dense.replicate, shard=dense.shard, recompute=dense.recompute),
+    )
+
+
+def make_job(stack: ExitStack, plan: Plan, form: DecoderForm, **options) -> Job:
+    job = build(make_model(form=form), plan, optimizer=adam, **options)
+    stack.callback(job.mesh.close)
+    return job
+
+
+def train_on_rank(plan: Plan, bounds: tuple[int, ...], weighted: bool, form: DecoderForm, options: dict):
+    """Scores of each step and of an evaluation, and this rank's weights."""
+    with ExitStack() as stack:
+        job = make_job(stack, plan, form, **options)
+        index = job.mesh.position(plan.sample_axes)[0]
+        start, stop = bounds[index : index + 2]
+        outputs = list(job.run(tokens(step, start, stop, weighted) for step in range(STEPS)))
+        outputs += list(job.evaluate([tokens(100, start, stop)]))
+        weights = {name: value.detach().clone() for name, value in job.model.named_parameters()}
+        return [(output.loss, output.logits) if output.has_scores else None for output in outputs], weights
+
+
+def train_single(weighted: bool, form: DecoderForm, accumulate: int = 1, clip: float = 0.0):
+    job = build(make_model(form=form), single_plan(form), optimizer=adam, accumulate=accumulate, clip=clip)
+    outputs = list(job.run(tokens(step, sample_weights=weighted) for step in range(STEPS)))
+    outputs += list(job.evaluate([tokens(100)]))
+    return [output.logits for output in outputs], dict(job.model.named_parameters())
+
+
+def check(ranks, plan: Plan, bounds, *, weighted=False, form=LLAMA, accumulate=1, clip=0.0, overlap=True):
+    logits, weights = train_single(weighted, form, accumulate, clip)
+    options = {"accumulate": accumulate, "clip": clip, "overlap": overlap}
+    answers = ranks.run(plan.num_ranks, train_on_rank, plan, bounds, weighted, form, options)
+    last = [answer[0] for answer in answers if answer[0][0] is not None]
+    for step, expected in enumerate(logits):
+        parts = [part for scores in last if len(part := scores[step][1])]
+        torch.testing.assert_close(torch.cat(parts), expected, rtol=0, atol=1e-10, msg=lambda m, n=step: f"{n}: {m}")
+    if not plan.dense.shard:
+        found = {name: value for answer in answers for name, value in answer[1].items()}
+        assert found.keys() == weights.keys()
+        for name, value in found.items():
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    "pipeline",
+    [Pipeline((1, 2), 4), Pipeline((2, 1), 3), Pipeline((2, 1), 1), Pipeline((1, 1, 1, 0), 4, "interleaved")],
+    ids=str,
+)
+def test_two_ranks_train_as_one_process(ranks, pipeline, overlap):
+    check(ranks, pipeline_plan(pipeline, 2, 1, DATA, LLAMA), (0, SIZE), overlap=overlap)
