@@ -64,8 +64,7 @@ class StepBindings:
         self.stages = tuple(stages)
         self.mesh = mesh
         self.announcer = announcer
-        self.layout = layout
-        self.reducers, self.pipeline = layout.reducers, layout.pipeline
+        self.layout, self.reducers, self.pipeline = layout, layout.reducers, layout.pipeline
         self.accumulation = accumulation or GradientAccumulation()
         self.autocast_dtype = autocast_dtype
         self.overlap = overlap

@@ -162,7 +162,7 @@ class Pipeline:
 
     blocks: tuple[int, ...]
     micro_batches: int
-    schedule: str = "1f1b"
+    schedule: Literal["1f1b", "interleaved"] = "1f1b"
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,6 +160,22 @@ def misplaced_step_stage(plan: "Plan", *_: object) -> Iterator[str]:
                 )
 
 
+def invalid_pipeline(plan: "Plan", *_: object) -> Iterator[str]:
+    if plan.pipeline is None:
+        return
+    num, blocks = plan.num_pipeline_ranks, plan.pipeline.blocks
+    if num < 2:
+        yield f"a pipeline over {num} rank; give the plan an axis of role pipe with 2 or more ranks"
+    elif len(blocks) % num or not blocks:
+        yield f"a pipeline of {len(blocks)} chunks over {num} ranks; each rank needs the same number of chunks"
+    if min(blocks, default=1) < 1:
+        yield f"a pipeline with chunks of {list(blocks)} blocks; each needs one or more: use fewer ranks or chunks"
+    if plan.pipeline.micro_batches < 1:
+        yield f"a pipeline with {plan.pipeline.micro_batches} micro-batches; wanted 1 or more"
+    if plan.pipeline.schedule == "1f1b" and len(blocks) > num:
+        yield f'schedule "1f1b" with {len(blocks)} chunks over {num} ranks; use "interleaved" for several chunks a rank'
+
+
 def broken_contract(plan: "Plan", _: object, contracts: "Mapping[str, Contract] | None") -> Iterator[str]:
     if contracts is None:
         return
@@ -189,5 +205,6 @@ CHECKS: tuple[Check, ...] = (
     stale_read,
     early_write,
     misplaced_step_stage,
+    invalid_pipeline,
     broken_contract,
 )

@@ -5,21 +5,32 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import Phase, given, seed, settings
-from hypothesis import strategies as st
-from test_dense_plans import DDP
-from test_gpt_ranks import SIZE, STEPS, adam, make_model, single_plan, tokens
+from test_gpt_ranks import SIZE, STEPS, TOKENS, VOCABULARY, adam, tokens
 
 from shardwright.layers.decoder import LLAMA, QWEN3, DecoderForm
+from shardwright.measure.describe import describe
+from shardwright.models.gpt import GPT
 from shardwright.planner.step.stages import pipeline_stages
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
+from shardwright.runtime.planning import plan_single_process
 from shardwright.spec.axes import Axis
 from shardwright.spec.lanes import LANES, PIPELINE_LANES, SHARD_LANES
 from shardwright.spec.plan import Dense, Pipeline, Plan
 
 DATA = Dense(replicate=("data@local",))
 SHARDED = Dense(shard=("data@local",))
+
+
+def make_model(form: DecoderForm = LLAMA) -> GPT:
+    torch.manual_seed(4)
+    shape = {"vocabulary": VOCABULARY, "context": TOKENS, "channels": 16, "num_blocks": 4, "num_heads": 2}
+    return GPT(**shape, form=form).to(torch.float64)
+
+
+def single_plan(form: DecoderForm = LLAMA) -> Plan:
+    plan = plan_single_process(make_model(form), describe(make_model(form), tokens(0)), ())
+    return replace(plan, dense=replace(plan.dense, dtype="float64", state="float64"))
 
 
 def pipeline_plan(pipeline: Pipeline, num_pipe: int, num_data: int, dense: Dense, form: DecoderForm) -> Plan:
@@ -35,7 +46,7 @@ def pipeline_plan(pipeline: Pipeline, num_pipe: int, num_data: int, dense: Dense
 
 
 def make_job(stack: ExitStack, plan: Plan, form: DecoderForm, **options) -> Job:
-    job = build(make_model(form=form), plan, optimizer=adam, **options)
+    job = build(make_model(form), plan, optimizer=adam, **options)
     stack.callback(job.mesh.close)
     return job
 
@@ -53,7 +64,7 @@ def train_on_rank(plan: Plan, bounds: tuple[int, ...], weighted: bool, form: Dec
 
 
 def train_single(weighted: bool, form: DecoderForm, accumulate: int = 1, clip: float = 0.0):
-    job = build(make_model(form=form), single_plan(form), optimizer=adam, accumulate=accumulate, clip=clip)
+    job = build(make_model(form), single_plan(form), optimizer=adam, accumulate=accumulate, clip=clip)
     outputs = list(job.run(tokens(step, sample_weights=weighted) for step in range(STEPS)))
     outputs += list(job.evaluate([tokens(100)]))
     return [output.logits for output in outputs], dict(job.model.named_parameters())
@@ -77,8 +88,18 @@ def check(ranks, plan: Plan, bounds, *, weighted=False, form=LLAMA, accumulate=1
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
     "pipeline",
-    [Pipeline((1, 2), 4), Pipeline((2, 1), 3), Pipeline((2, 1), 1), Pipeline((1, 1, 1, 0), 4, "interleaved")],
+    [Pipeline((1, 3), 4), Pipeline((3, 1), 3), Pipeline((2, 2), 1), Pipeline((1, 1, 1, 1), 3, "interleaved")],
     ids=str,
 )
 def test_two_ranks_train_as_one_process(ranks, pipeline, overlap):
     check(ranks, pipeline_plan(pipeline, 2, 1, DATA, LLAMA), (0, SIZE), overlap=overlap)
+
+
+@pytest.mark.parametrize("dense", [DATA, SHARDED], ids=["DDP", "FSDP"])
+@pytest.mark.parametrize("pipeline", [Pipeline((3, 1), 2), Pipeline((1, 1, 1, 1), 4, "interleaved")], ids=str)
+def test_a_pipeline_with_data_parallelism_trains_as_one_process(ranks, pipeline, dense):
+    check(ranks, pipeline_plan(pipeline, 2, 2, dense, QWEN3), (0, 5, SIZE), form=QWEN3, weighted=True, accumulate=2)
+
+
+def test_gradients_are_clipped_by_the_norm_over_all_chunks(ranks):
+    check(ranks, pipeline_plan(Pipeline((2, 1, 1), 3), 3, 1, DATA, LLAMA), (0, SIZE), clip=0.5)
