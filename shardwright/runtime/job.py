@@ -188,6 +188,8 @@ class Job:
         count. For bf16 use torch.autocast in the loop.
         """
         self._check_trained()
+        if self.plan.pipeline is not None:
+            raise UserError("a pipeline trains in job.run: its order of micro-batches is part of the plan")
         if self._step.accumulation.num_micro_batches > 1:
             raise UserError("accumulate is for job.run: in a user training loop tables update in every backward pass")
         if self._user_loop is not None:
@@ -317,6 +319,8 @@ class Job:
 
     def _prepare_state_access(self) -> None:
         """Raise inside a step; free all-gathered parameters, so that a sharded model holds only its shards."""
+        if self.plan.pipeline is not None:
+            raise UserError("the state of a pipeline cannot be read, saved or loaded in this version; read job.model")
         if self._step.inside_step:
             raise UserError(
                 f"a job's state is complete only between steps, and this job is inside step {self.step + 1}; "

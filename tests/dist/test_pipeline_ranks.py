@@ -7,7 +7,8 @@ import pytest
 import torch
 from test_gpt_ranks import SIZE, STEPS, TOKENS, VOCABULARY, adam, tokens
 
-from shardwright.layers.decoder import LLAMA, QWEN3, DecoderForm
+from shardwright.errors import UserError
+from shardwright.layers.decoder import GPT2, LLAMA, QWEN3, DecoderForm
 from shardwright.measure.describe import describe
 from shardwright.models.gpt import GPT
 from shardwright.planner.step.stages import pipeline_stages
@@ -103,3 +104,34 @@ def test_a_pipeline_with_data_parallelism_trains_as_one_process(ranks, pipeline,
 
 def test_gradients_are_clipped_by_the_norm_over_all_chunks(ranks):
     check(ranks, pipeline_plan(Pipeline((2, 1, 1), 3), 3, 1, DATA, LLAMA), (0, SIZE), clip=0.5)
+
+
+def errors_on_rank(plan: Plan) -> list[str]:
+    with ExitStack() as stack:
+        job = make_job(stack, plan, LLAMA)
+        errors = []
+        for call in (job.state, lambda: next(iter(job.loader([])))):
+            with pytest.raises(UserError) as error:
+                call()
+            errors.append(str(error.value))
+        for output in job.run([tokens(0)]):
+            if not output.has_scores:
+                with pytest.raises(UserError, match=r"look at output\.has_scores first"):
+                    output.loss.item()
+        return errors
+
+
+def test_what_a_pipeline_cannot_do_is_refused(ranks):
+    plan = pipeline_plan(Pipeline((2, 2), 2), 2, 1, DATA, LLAMA)
+    for state, loop in ranks.run(2, errors_on_rank, plan):
+        assert "cannot be read, saved or loaded" in state and "trains in job.run" in loop
+    with pytest.raises(UserError, match=r"chunks of \[4, 0\] blocks"):
+        replace(plan, pipeline=Pipeline((4, 0), 2)).verify()
+    with pytest.raises(UserError, match="3 chunks over 2 ranks"):
+        replace(plan, pipeline=Pipeline((2, 1, 1), 2)).verify()
+    with pytest.raises(UserError, match='use "interleaved"'):
+        replace(plan, pipeline=Pipeline((1, 1, 1, 1), 2)).verify()
+    with pytest.raises(UserError, match=r"chunks \[2, 3\] have 5 blocks, and the model has 4"):
+        build(make_model(), replace(plan, pipeline=Pipeline((2, 3), 2)), optimizer=adam)
+    with pytest.raises(UserError, match='cannot cut tied weights: "head.linear.weight" is "embed.token.weight"'):
+        build(make_model(GPT2), plan, optimizer=adam)
