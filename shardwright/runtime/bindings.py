@@ -149,7 +149,7 @@ class StepBindings:
     def clear(self) -> None:
         """Discard what was read ahead, and an unfinished step."""
         self.accumulation.clear()
-        self.inside_step = False
+        self.inside_step, self._begun_step = False, -1
 
     def _run(
         self, stage: str, function: Callable[["StepBindings", Slots], Sequence[InFlight] | None], slots: Slots
