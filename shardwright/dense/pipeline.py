@@ -88,9 +88,9 @@ class PipelineRank:
         pending = point_to_point.receive(boundary.specs, (group.index - 1) % group.size, group)
         return pending.then(lambda tensors: tree_unflatten(tensors, boundary.structure))
 
-    def forward(self, chunk: Chunk, batch: Batch | None, inputs: Any) -> Any:
-        """The activations after this chunk, or the logits. `batch`: of the first chunk, `inputs`: of the others."""
-        x = self._model.embed(batch) if chunk.is_first else inputs
+    def forward(self, chunk: Chunk, x: Any) -> Any:
+        """The activations after this chunk, or the logits. `x`: the batch, or the activations before this chunk."""
+        x = self._model.embed(x) if chunk.is_first else x
         for number in range(*chunk.blocks):
             x = self._model.blocks[number](x)
         return self._model.head(x) if chunk.is_last else x

@@ -116,9 +116,6 @@ class ReplicatedModel:
 
         return Pending(finish)
 
-    def finish_reductions(self) -> None:
-        """Before the last micro-batch of a step there are no reductions."""
-
     def continue_reduction(self) -> None:
         """Issue the second phase of bf16 all-reduces, so that it overlaps with what runs until `wait()`."""
         for work in self._pending[len(self._second_phases) :]:

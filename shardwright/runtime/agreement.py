@@ -1,8 +1,8 @@
 """Check that all ranks start with the same seed, tensors, plan and table values.
 
 The ranks all-gather a few kilobytes, compare them, and raise the same error or none. Tables are compared
-by digest, because each rank keeps its shards of the tables that it created itself. Values of the dense model are not
-compared: rank 0 broadcasts them later.
+by digest, because each rank keeps its shards of the tables that it created itself. So does the dense model in a
+pipeline, where each rank keeps its chunks; elsewhere its values are not compared: rank 0 broadcasts them later.
 """
 
 import json
@@ -30,7 +30,7 @@ def check_agreement(model: nn.Module, plan: Plan, hottest: Mapping[str, Tensor],
     """
     local = {
         "seed": torch.initial_seed(),
-        "tensors": dict(_tensors(model, sparse_of(model))),
+        "tensors": dict(_tensors(model, sparse_of(model), digest_dense=plan.pipeline is not None)),
         "plan": plan.digest(),
         "hottest": {name: _digest(hottest[name]) for name in sorted(hottest)},
         "accumulate": accumulate,
@@ -64,13 +64,16 @@ def _gather_json(local: Mapping[str, Any], group: Group) -> list[Any]:
     return [json.loads(bytes(rank_text.tolist())) for rank_text in texts]
 
 
-def _tensors(model: nn.Module, sparse: EmbeddingBags | None) -> Iterator[tuple[str, list[str]]]:
-    """Pairs (name, [description, digest of the values]) of each tensor; the digest is empty except for tables."""
+def _tensors(model: nn.Module, sparse: EmbeddingBags | None, *, digest_dense: bool) -> Iterator[tuple[str, list[str]]]:
+    """Pairs (name, [description, digest of the values]) of each tensor.
+
+    The digest of tensors of the dense model is empty unless `digest_dense`.
+    """
     table_tensors = {id(tensor) for tensor in (*sparse.parameters(), *sparse.buffers())} if sparse is not None else ()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in table_tensors:
             description = f"{tensor.dtype} {tuple(tensor.shape)}{', trained' * tensor.requires_grad}"
-            yield f'"{name}"', [description.removeprefix("torch."), ""]
+            yield f'"{name}"', [description.removeprefix("torch."), _digest(tensor) if digest_dense else ""]
     if sparse is None:
         return
     modules = {table.name: sparse.holder(table.name) for table in sparse.tables}

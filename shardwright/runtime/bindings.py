@@ -75,7 +75,6 @@ class StepBindings:
         self._parts: Iterator[Batch] = iter(())
         self.outputs: deque[Output] = deque()
         self.num_steps = 0
-        self._begun_step = -1  # the last step that has begun
         self.inside_step = False  # whether micro-batches of an unfinished step have run
         self.is_watched = False  # whether the heartbeat reports this rank's stage and step to other ranks
         self.trainable_names = trainable_names(model)
@@ -149,7 +148,7 @@ class StepBindings:
     def clear(self) -> None:
         """Discard what was read ahead, and an unfinished step."""
         self.accumulation.clear()
-        self.inside_step, self._begun_step = False, -1
+        self.inside_step = False
 
     def _run(
         self, stage: str, function: Callable[["StepBindings", Slots], Sequence[InFlight] | None], slots: Slots
@@ -286,21 +285,19 @@ class StepBindings:
         return issued
 
     def run_with_loss(
-        self, call: Call, run_model: Callable[[], Any], batch: Batch
+        self, call: Call, run_model: Callable[[], Any], batch: Batch, chunk: int = 0
     ) -> tuple[Any, Tensor, Sequence[InFlight]]:
         """The model's output, the loss, and the work that was issued."""
-        logits, issued = self.run_dense(call, run_model)
+        logits, issued = self.run_dense(call, run_model, chunk)
         with torch.set_grad_enabled(self.training):
             if self.autocast_dtype == torch.bfloat16:  # losses and metrics are computed in float32
                 logits = tree_map_only(Tensor, lambda x: x.float() if x.dtype == torch.bfloat16 else x, logits)
             return logits, self._loss(logits, batch), issued
 
-    def run_dense(self, call: Call, run: Callable[[], Any]) -> tuple[Any, Sequence[InFlight]]:
-        """Run a part of the dense model; returns its output and the work that was issued."""
-        if call.micro == 0 and call.step != self._begun_step:
-            self._begun_step = call.step
-            if self.optimizer is not None:
-                self.optimizer.zero_grad(set_to_none=True)
+    def run_dense(self, call: Call, run: Callable[[], Any], chunk: int = 0) -> tuple[Any, Sequence[InFlight]]:
+        """Run the dense model, or a chunk of it; returns its output and the work that was issued."""
+        if call.micro == 0 and chunk == 0 and self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
         autocast = torch.autocast(
             self.mesh.device.type,
             self.autocast_dtype,
@@ -346,8 +343,8 @@ class StepBindings:
         they fill. Returns the exchange of the vectors' gradients, and the reductions that were issued.
         """
         announced = slots["lengths"]
-        for reducer in self.reducers:
-            reducer.finish_reductions()
+        for sharded in self.sharded_models:
+            sharded.finish_reductions()
         share = announced.share * self.accumulation.loss_factor(
             announced.total_weight, is_first=slots.call.micro == 0, is_last=slots.call.is_last
         )

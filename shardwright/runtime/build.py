@@ -127,7 +127,7 @@ def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Jo
         overlap=overlap,
     )
     user_loop = None
-    if not is_single_process(plan):
+    if not is_single_process(plan) and plan.pipeline is None:
         reducer = next(iter(layout.reducers), None)
         user_loop = UserLoop(model, mesh, announcer, layout.parameters, reducer, overlap=overlap)
     if layout.parameters and options.optimizer is not None:

@@ -75,7 +75,7 @@ def _forward(chunk: Chunk) -> ChunkFunction:
 
     @accesses(reads=(*_waits(chunk), source, "state.dense"), writes=(output, edges))
     def forward(step: Any, slots: Slots) -> Sequence[InFlight]:
-        x, issued = step.run_dense(slots.call, partial(step.pipeline.forward, chunk, slots[source], slots[source]))
+        x, issued = step.run_dense(slots.call, partial(step.pipeline.forward, chunk, slots[source]), chunk.index)
         slots[output], slots[edges] = x, gradient_edges(x) if step.training else None
         return issued
 
@@ -87,8 +87,8 @@ def _last_forward(chunk: Chunk) -> ChunkFunction:
 
     @accesses(reads=(*_waits(chunk), "batch", source, "state.dense"), writes=("logits", "loss"))
     def forward(step: Any, slots: Slots) -> Sequence[InFlight]:
-        run = partial(step.pipeline.forward, chunk, slots["batch"], slots[source])
-        slots["logits"], slots["loss"], issued = step.run_with_loss(slots.call, run, slots["batch"])
+        run = partial(step.pipeline.forward, chunk, slots[source])
+        slots["logits"], slots["loss"], issued = step.run_with_loss(slots.call, run, slots["batch"], chunk.index)
         return issued
 
     return forward

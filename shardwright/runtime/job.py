@@ -40,7 +40,7 @@ from shardwright.runtime.state import (
 from shardwright.runtime.user_loop import UserLoop, single_process_batches
 from shardwright.spec.pipeline import rank_schedule, rank_stages
 from shardwright.spec.plan import Plan
-from shardwright.step.executor import run_overlapped, run_serial
+from shardwright.step.executor import run_calls
 from shardwright.step.tracer import Tracer
 
 
@@ -58,7 +58,7 @@ class Job:
     ) -> None:
         """Created by `build`. `user_loop`: user training loops over several ranks; `residuals`: of error feedback."""
         self.plan = plan
-        self._overlap, self._execute = overlap, run_overlapped if overlap else run_serial
+        self._overlap = overlap
         self.mesh = step.mesh
         self.model: Any = step.model
         self.optimizer = step.optimizer
@@ -129,10 +129,11 @@ class Job:
             gc.freeze()  # a collection over all objects takes as long as a step, and every rank waits for it
         try:
             num_micro_batches = step.accumulation.num_micro_batches
-            for _ in self._execute(
+            for _ in run_calls(
                 step.stages,
                 step.bindings,
                 self.tracer,
+                overlap=self._overlap,
                 micro_batches=num_micro_batches,
                 schedule=rank_schedule(self.plan, self.mesh.rank, num_micro_batches, overlap=self._overlap),
                 num_done=step.num_steps,
@@ -164,7 +165,7 @@ class Job:
         )
         step.read_from(loader)
         schedule = rank_schedule(plan, self.mesh.rank, parts, overlap=False)
-        steps = run_serial(step.stages, step.bindings, micro_batches=parts, schedule=schedule)
+        steps = run_calls(step.stages, step.bindings, overlap=False, micro_batches=parts, schedule=schedule)
         while True:
             with _eval_mode(self.model):
                 if next(steps, None) is None:

@@ -18,38 +18,20 @@ from shardwright.step.slots import Binding, EndOfData, Slots, StepValues, run_st
 from shardwright.step.tracer import Tracer
 
 
-def run_overlapped(
+def run_calls(
     stages: Sequence[Stage],
     bindings: Mapping[str, Binding],
     tracer: Tracer | None = None,
     *,
+    overlap: bool,
     micro_batches: int = 1,
     schedule: Schedule = (),
     num_done: int = 0,
 ) -> Iterator[int]:
     """Run the calls of every step after the first `num_done`; yields the number of finished micro-batches after each
-    tick. The other arguments are those of `CallOrder`."""
+    tick. `micro_batches` and `schedule` are those of `CallOrder`."""
+    stages = stages if overlap else without_leads(stages)
     order = CallOrder(stages, micro_batches=micro_batches, schedule=schedule, first=num_done)
-    return _run(order, bindings, tracer, waits=False)
-
-
-def run_serial(
-    stages: Sequence[Stage],
-    bindings: Mapping[str, Binding],
-    tracer: Tracer | None = None,
-    *,
-    micro_batches: int = 1,
-    schedule: Schedule = (),
-    num_done: int = 0,
-) -> Iterator[int]:
-    """Run the same calls without leads, each of which waits for its result."""
-    stages = without_leads(stages)
-    order = CallOrder(stages, micro_batches=micro_batches, schedule=schedule, first=num_done)
-    return _run(order, bindings, tracer, waits=True)
-
-
-def _run(order: CallOrder, bindings: Mapping[str, Binding], tracer: Tracer | None, *, waits: bool) -> Iterator[int]:
-    """Run the calls. `waits`: wait for the slots that a stage has written before the next call."""
     steps: dict[int, StepValues] = {}
     released_after = last_readers(order.stages)
     for tick, calls in order.ticks():
@@ -69,7 +51,7 @@ def _run(order: CallOrder, bindings: Mapping[str, Binding], tracer: Tracer | Non
                 continue
             if slots.ends_data:
                 order.end = batch + 1
-            if waits:
+            if not overlap:
                 slots.wait_for_writes()
             slots.release(released_after[call.stage.name])
             del slots  # a caller may stop after this tick, and would keep the batch in memory

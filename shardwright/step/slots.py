@@ -158,6 +158,6 @@ def run_stage(binding: Binding, slots: Slots, tracer: Tracer | None) -> None:
         binding.run(slots)
         return
     with tracer.trace_call(slots.call) as issued:
-        work_in_flight = [*(binding.run(slots) or ())]
-        work_in_flight = [*slots.in_flight(), *work_in_flight]
-        issued += [(work.name, work.lane, work.pending) for work in work_in_flight if work.is_single_event]
+        other_work = binding.run(slots) or ()
+        all_work = (*slots.in_flight(), *other_work)
+        issued += [(work.name, work.lane, work.pending) for work in all_work if work.is_single_event]

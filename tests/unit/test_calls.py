@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from shardwright.spec.calls import CallOrder
 from shardwright.spec.plan import Stage
-from shardwright.step.executor import run_overlapped, run_serial
+from shardwright.step.executor import run_calls
 from shardwright.step.slots import Binding, EndOfData
 
 READ = Stage("read", "read", (), ("batch",), lead=2)
@@ -76,7 +76,7 @@ def test_every_stage_runs_once_for_every_micro_batch_or_step(micro_batches, num_
                 assert all(keys.index((*key, ahead.name)) < keys.index((*key, later.name)) for key in batches)
 
 
-def run_steps(execute, num_batches, micro_batches):
+def run_steps(overlap, num_batches, micro_batches):
     """Run batches 0, 1, ...; returns what the stages saw."""
     log, batches = [], iter(range(num_batches + 1))
     live = []
@@ -107,17 +107,17 @@ def run_steps(execute, num_batches, micro_batches):
 
     bindings = {function.__name__: Binding(function) for function in (read, work, step, emit)}
     num_live = []
-    for _ in execute(STAGES, bindings, micro_batches=micro_batches):
+    for _ in run_calls(STAGES, bindings, overlap=overlap, micro_batches=micro_batches):
         num_live.append(len(live))
     return log, num_live
 
 
-@pytest.mark.parametrize("execute", [run_overlapped, run_serial])
-def test_a_stage_per_step_reads_the_slots_of_all_micro_batches(execute):
-    log, num_live = run_steps(execute, 5, 3)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_stage_per_step_reads_the_slots_of_all_micro_batches(overlap):
+    log, num_live = run_steps(overlap, 5, 3)
     expected = ["emit 0", "emit 1", [0, 1, 2], "emit 2", "emit 3", [3, 4], "emit 4"]
     assert log == expected
-    assert max(num_live) == (READ.lead if execute is run_overlapped else 0)  # emit is the last reader of a batch
+    assert max(num_live) == (READ.lead if overlap else 0)  # emit is the last reader of a batch
 
 
 def test_a_stage_per_step_may_not_have_a_lead():

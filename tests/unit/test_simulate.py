@@ -13,7 +13,7 @@ from shardwright.planner.step.stages import step_stages
 from shardwright.spec.calls import Call
 from shardwright.spec.plan import Stage
 from shardwright.spec.stage_checks import sort_by_lead
-from shardwright.step.executor import run_serial
+from shardwright.step.executor import run_calls
 from shardwright.step.slots import Binding, EndOfData
 from shardwright.step.tracer import Tracer
 
@@ -44,7 +44,7 @@ def test_the_serial_executor_runs_in_the_simulated_order():
     stages = [Stage(stage.name, "main", (), ()) for stage in step_stages(prefetch=True)]
     bindings = {stage.name: Binding(run) for stage in stages}
     with pytest.raises(Stop):
-        for _ in run_serial(tuple(stages), bindings, tracer):
+        for _ in run_calls(tuple(stages), bindings, tracer, overlap=False):
             pass
     traced = [(event.name, event.step) for event in tracer.timeline().events]
     calls = expand_calls(stages, 3)
@@ -79,7 +79,7 @@ def test_one_batch_runs_the_stages_with_most_lead_first():
             raise EndOfData
 
     bindings = {run.__name__: Binding(run) for run in (load, work, stop)}
-    assert list(run_serial(stages, bindings)) == [1, 2]
+    assert list(run_calls(stages, bindings, overlap=False)) == [1, 2]
     assert log == [("load", 0), ("work", 0), ("load", 2), ("work", 2), ("load", 4), ("work", 4)]
 
 
