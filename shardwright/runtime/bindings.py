@@ -146,8 +146,9 @@ class StepBindings:
         return self.batches
 
     def clear(self) -> None:
-        """Discard what was read ahead, and an unfinished step."""
+        """Discard what was read ahead, an unfinished step, and outputs that nobody has taken."""
         self.accumulation.clear()
+        self.outputs.clear()
         self.inside_step = False
 
     def _run(
