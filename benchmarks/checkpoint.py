@@ -81,7 +81,7 @@ class Sides:
 
         self.job, self.folder = job, folder
         self.saver = Saver(RankGroup(job.mesh), folder / "ours", keep=2, increments=10**6, changes=job.changes)
-        self.saver.preallocate(job.model, job.optimizer)
+        self.saver.preallocate(job.local_state)
         self.pending: Any = None
 
     def skip(self) -> None:

@@ -143,6 +143,9 @@ def check_cuttable(model: nn.Module) -> None:
         raise UserError(
             f"a pipeline needs a model of embed(batch), `blocks` and head(x); {name} has {', '.join(sorted(children))}"
         )
+    own = [key for key, _ in (*model.named_parameters(recurse=False), *model.named_buffers(recurse=False))]
+    if own:
+        raise UserError(f'a pipeline cannot cut "{own[0]}" of {name}: move it into embed, a block or head')
     owners: dict[int, str] = {}
     for path, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):

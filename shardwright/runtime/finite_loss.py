@@ -7,14 +7,14 @@ from torch import Tensor, nn
 from shardwright.checkpoint.manifest import MODEL_PREFIX
 from shardwright.errors import UserError
 from shardwright.kernels.finite import first_nonfinite_row
-from shardwright.runtime.state import local_rectangles
+from shardwright.runtime.state import LocalState
 
 
 def check_loss(model: nn.Module, loss: Tensor, step: int) -> None:
     """Raise for a loss that is not finite; the error names the first tensor of this rank that is not finite, either."""
     if math.isfinite(number := float(loss.detach())):
         return
-    parts = local_rectangles(model, None, 0)
+    parts = LocalState(model, None).rectangles()
     names = (rect.name.removeprefix(MODEL_PREFIX) for rect in parts if first_nonfinite_row(rect.values) is not None)
     name = next(names, "")
     where = f'"{name}" is not finite' if name else "all weights of this process are finite: inspect its batch"

@@ -26,17 +26,9 @@ from shardwright.planner.step.stages import evaluation_stages
 from shardwright.runtime.accumulation import GradientAccumulation
 from shardwright.runtime.bindings import StepBindings, trainable_names
 from shardwright.runtime.outputs import Output
-from shardwright.runtime.rank_group import RankGroup
+from shardwright.runtime.rank_group import ONE_RANK, RankGroup
 from shardwright.runtime.saving import ChangedRows, CheckpointState, Saver
-from shardwright.runtime.state import (
-    SavedState,
-    State,
-    capture,
-    collect_numbers,
-    local_weights,
-    restore,
-    restore_residuals,
-)
+from shardwright.runtime.state import LocalState, SavedState, State, restore_residuals
 from shardwright.runtime.user_loop import UserLoop, single_process_batches
 from shardwright.spec.pipeline import rank_schedule, rank_stages
 from shardwright.spec.plan import Plan
@@ -69,7 +61,14 @@ class Job:
             sharded.trace_wait = self.tracer.trace_wait
         self._step = step
         self._user_loop = user_loop
-        self._residuals = residuals
+        self.local_state = LocalState(
+            step.model,
+            step.optimizer,
+            residuals,
+            step.mesh.rank,
+            is_writer=plan.position(step.mesh.rank, plan.sample_axes)[0] == 0,
+            ranks=RankGroup(step.mesh) if plan.pipeline is not None else ONE_RANK,
+        )
         self.changes = ChangedRows()
         self._publishers: dict[Path, Saver] = {}
         self._rates = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
@@ -207,11 +206,11 @@ class Job:
         """The full state of the job by logical name, from which training can continue.
 
         The tensors are the job's own, not copies: write or clone them before the next step. All ranks must call it;
-        only rank 0 gets the full tables, and needs the memory for them. Error feedback residuals and the random
-        generators of other ranks are not included: use `save` for those.
+        only rank 0 gets the full tables, and every rank all chunks of a pipeline: they need the memory for them. Error
+        feedback residuals and the random generators of other ranks are not included: use `save` for those.
         """
         self._prepare_state_access()
-        return capture(self.model, self.optimizer, self.step)
+        return self.local_state.capture(self.step)
 
     def load_state(self, state: SavedState) -> list[str]:
         """Continue from a state of the same model; a missing or unexpected name is an error.
@@ -219,10 +218,10 @@ class Job:
         Returns the names of tensors that have another dtype in this job; their values were converted to it.
         """
         self._prepare_state_access()
-        converted = restore(state, self.model, self.optimizer, self.mesh.rank)
+        converted = self.local_state.restore(state)
         if library := state.numbers.get("products"):  # another order of sums would change the last bits
             use_library(library)
-        restore_residuals(state, self._residuals, self.mesh.rank, self.mesh.size)
+        restore_residuals(state, self.local_state.residuals, self.mesh.rank, self.mesh.size)
         self._step.num_steps = state.numbers["step"]
         self.changes.begin_lineage()
         return converted
@@ -237,8 +236,7 @@ class Job:
     def save_with(self, saver: Saver, numbers: Mapping[str, Any]) -> None:
         """Begin a checkpoint that is written while training continues; `numbers` (JSON) are stored with it."""
         self._prepare_state_access()
-        job_numbers = collect_numbers(self.model, self.optimizer, self.step)
-        saver.begin(self.model, self.optimizer, self._residuals, {"job": job_numbers, **numbers})
+        saver.begin(self.local_state, {"job": self.local_state.numbers(self.step), **numbers})
 
     def load(self, path: str | Path) -> list[str]:
         """Continue from a checkpoint of any number of ranks and any plan; every rank reads only its own part.
@@ -276,7 +274,7 @@ class Job:
         """
         self._prepare_state_access()
         num_clamped, error = 0, ""
-        for weight in local_weights(self.model, self.mesh.rank):
+        for weight in self.local_state.weights():
             index = first_nonfinite_row(weight.values)
             if index is not None and not error:
                 row = weight.rows[0] + index if isinstance(weight.rows, tuple) else int(weight.rows[index])
@@ -316,12 +314,10 @@ class Job:
         A NaN or infinite weight is an error, and nothing is published.
         """
         self.check_weights()
-        saver.begin(self.model, None, (), {"job": {"step": self.step}, **numbers})
+        saver.begin(self.local_state, {"job": {"step": self.step}, **numbers})
 
     def _prepare_state_access(self) -> None:
         """Raise inside a step; free all-gathered parameters, so that a sharded model holds only its shards."""
-        if self.plan.pipeline is not None:
-            raise UserError("the state of a pipeline cannot be read, saved or loaded in this version; read job.model")
         if self._step.inside_step:
             raise UserError(
                 f"a job's state is complete only between steps, and this job is inside step {self.step + 1}; "

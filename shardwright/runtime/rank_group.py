@@ -3,13 +3,16 @@
 Shape legend: R ranks, C metric columns.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwright.comm import collective
 from shardwright.comm.mesh import DEFAULT_LANE, Mesh
+from shardwright.rectangle import dtype_name
 from shardwright.runtime.run.metrics import LifetimeMetrics, WindowMetrics
 
 
@@ -19,9 +22,10 @@ class RankGroup:
     In one process nothing is communicated.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.rank, self.size = mesh.rank, mesh.size
-        self._group = mesh.group(lane=DEFAULT_LANE) if mesh.size > 1 else None
+    def __init__(self, mesh: Mesh | None = None) -> None:
+        """`mesh`: None: this process alone."""
+        self.rank, self.size = (mesh.rank, mesh.size) if mesh is not None else (0, 1)
+        self._group = mesh.group(lane=DEFAULT_LANE) if mesh is not None and mesh.size > 1 else None
 
     @property
     def is_first(self) -> bool:
@@ -38,6 +42,30 @@ class RankGroup:
         encoded = torch.tensor(list(text.encode()), dtype=torch.uint8)
         sizes = self.all_gather(torch.tensor([len(encoded)])).tolist()
         return [bytes(rank_text.tolist()).decode() for rank_text in self._concat(encoded, sizes).split(sizes)]
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """The JSON value of each rank; between ranks tuples become lists."""
+        return (
+            [value] if self._group is None else [json.loads(text) for text in self.all_gather_text(json.dumps(value))]
+        )
+
+    def broadcast_missing(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Every rank's tensors by name: each is broadcast by the first rank that has it, to those that do not."""
+        if self._group is None:
+            return dict(tensors)
+        local = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+        ranks, complete = self.all_gather_json(local), dict(tensors)
+        for name in dict.fromkeys(name for specs in ranks for name in specs):
+            holders = [rank for rank, specs in enumerate(ranks) if name in specs]
+            if len(holders) == self.size:
+                continue
+            dtype, shape = ranks[holders[0]][name]
+            if name not in tensors:
+                complete[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            if complete[name].numel():
+                values = complete[name].detach().contiguous()
+                collective.broadcast(values.view(-1).view(torch.uint8), holders[0], self._group).wait()
+        return complete
 
     def all_gather(self, x: Tensor) -> Tensor:
         """All-gather a row from each rank."""
@@ -68,3 +96,6 @@ class RankGroup:
         """All-gather a vector whose size may differ by rank; `sizes` by rank."""
         assert self._group is not None
         return collective.all_gather(column.contiguous(), sizes, self._group).wait()
+
+
+ONE_RANK = RankGroup()

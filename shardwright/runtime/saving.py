@@ -6,8 +6,9 @@ errors); rank 0 creates the draft directory and broadcasts any error; all ranks 
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from shardwright.checkpoint.reading import Checkpoint
 from shardwright.checkpoint.writing import IN_PROGRESS, PEER_FAILED, CheckpointWriter
 from shardwright.errors import UserError
 from shardwright.rectangle import Rectangle
-from shardwright.runtime import state
+from shardwright.runtime.randomness import python_random_states
 from shardwright.runtime.rank_group import RankGroup
+from shardwright.runtime.state import LocalState, changed_row_masks, track_changes
 
 POLL_SECONDS = 10.0  # how long a rank waits for its own part between all-gathers of the ranks' results
 
@@ -51,15 +53,15 @@ class ChangedRows:
 
         At exit the masks are cleared; other savers keep the changes that they have not written.
         """
-        masks = list(state.changed_row_masks(model))
+        masks = list(changed_row_masks(model))
         for other_masks in (missed for other, missed in self._missed_rows.items() if other is not saver):
             for other_mask, mask in zip(other_masks, masks, strict=True):
                 other_mask |= mask
         for mask, missed in zip(masks, self._missed_rows.get(saver, ()), strict=False):
             mask |= missed
         yield
-        state.track_changes(model)
-        self._missed_rows[saver] = [torch.zeros_like(mask) for mask in state.changed_row_masks(model)]
+        track_changes(model)
+        self._missed_rows[saver] = [torch.zeros_like(mask) for mask in changed_row_masks(model)]
 
 
 class Saver:
@@ -100,20 +102,14 @@ class Saver:
         self._lineage = ""  # of the last checkpoint
         self._num_increments = 0  # since the last full checkpoint
 
-    def preallocate(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def preallocate(self, state: LocalState) -> None:
         """Allocate the memory that the state is copied to, before the first checkpoint pauses training."""
-        self._writer.allocate_staging(self._local_rectangles(model, optimizer, ()))
+        self._writer.allocate_staging(self._rectangles(replace(state, residuals=())))
 
-    def begin(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        residuals: Sequence[Tensor],
-        numbers: Mapping[str, Any],
-    ) -> None:
+    def begin(self, state: LocalState, numbers: Mapping[str, Any]) -> None:
         """Copy the current state and begin to write it. All ranks call it; waits for the previous checkpoint first.
 
-        `residuals`: this rank's error feedback residuals. `numbers`: JSON values; rank 0's are stored.
+        `numbers`: JSON values; rank 0's are stored.
         """
         start = time.perf_counter()
         self.wait()
@@ -130,22 +126,17 @@ class Saver:
         numbers = dict(numbers) if self._rank_group.is_first else {}
         numbers["course"] = {"line": self._changes.lineage, "time": time.time()}
         if not self._is_publication:
-            numbers["rank"] = state.python_random_states()
-        with self._changes.select_rows_for(self, model) if self._increments else nullcontext():
-            rectangles = self._local_rectangles(model, optimizer, residuals)
+            numbers["rank"] = python_random_states()
+        with self._changes.select_rows_for(self, state.model) if self._increments else nullcontext():
+            rectangles = self._rectangles(state)
             self._writer.begin(step, rectangles, numbers, self._previous if is_increment else None, start_time=start)
         self._num_increments = self._num_increments + 1 if is_increment else 0
         self._previous, self._lineage = step_directories.checkpoint_path(self.root, step), self._changes.lineage
         self.pause_seconds.append(time.perf_counter() - start)
 
-    def _local_rectangles(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, residuals: Sequence[Tensor]
-    ) -> list[Rectangle]:
-        """The rectangles that this rank writes."""
-        rank = self._rank_group.rank
-        if self._is_publication:
-            return state.local_weights(model, rank)
-        return [*state.local_rectangles(model, optimizer, rank), *state.residual_rectangles(residuals, rank)]
+    def _rectangles(self, state: LocalState) -> list[Rectangle]:
+        """What this rank writes."""
+        return state.weights() if self._is_publication else state.rectangles()
 
     def force_full(self) -> None:
         """Make the next checkpoint a full one."""

@@ -22,6 +22,17 @@ from shardwright.kernels.rounding import copy_finite
 from shardwright.layers.embedding import ROUNDING_KEY, EmbeddingBags
 from shardwright.layers.table_weights import TableWeights
 from shardwright.rectangle import Rectangle, dtype_name, full_rectangle
+from shardwright.runtime.optimizer_state import (
+    OPTIMIZER,
+    check_groups,
+    check_optimizer_numbers,
+    load_optimizer,
+    merge_optimizer_numbers,
+    optimizer_numbers,
+    optimizer_tensors,
+    parameter_names,
+    split_name,
+)
 from shardwright.runtime.randomness import (
     RANDOM,
     RANDOM_CUDA,
@@ -29,10 +40,11 @@ from shardwright.runtime.randomness import (
     restore_random_states,
     torch_random_states,
 )
+from shardwright.runtime.rank_group import ONE_RANK, RankGroup
 
-OPTIMIZER = "optimizer."
+RANDOMS = (RANDOM, RANDOM_CUDA)
 RESIDUALS = "wire"  # error feedback residuals
-PER_RANK_NAMES = (RANDOM, RANDOM_CUDA, RESIDUALS)  # state of a rank, not of the model: left out when names are compared
+PER_RANK_NAMES = (*RANDOMS, RESIDUALS)  # state of a rank, not of the model: left out when names are compared
 TensorSpec = tuple[str, tuple[int, ...]]
 
 
@@ -76,52 +88,116 @@ class State:
             copy_finite(rect.values, torch.cat([values[:, a:b] for a, b in rect.cols], 1) if rect.cols else values)
 
 
-def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> State:
-    """Capture the full state in memory. All ranks call it.
+@dataclass(frozen=True, slots=True)
+class LocalState:
+    """A rank's part of a job's state, which it holds, writes and restores.
 
-    Sharded tables are gathered to rank 0 (on lane `wire`) and are meta tensors on other ranks; sharded dense
-    parameters and their optimizer state are all-gathered.
+    A rank of a pipeline has tensors that others do not have: names are complete, and checked, over all `ranks`. Of the
+    ranks that hold the same tensors, the one with `is_writer` writes those that are not sharded.
     """
-    tensors = _unshard_dense(model, _model_tensors(model) | _optimizer_tensors(model, optimizer))
-    tensors |= _sharded_tensors(model, full_tables.gather_state) | torch_random_states()
-    return State(tensors, collect_numbers(model, optimizer, step))
 
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    residuals: Sequence[Tensor] = ()  # of error feedback
+    rank: int = 0
+    is_writer: bool = True
+    ranks: RankGroup = ONE_RANK  # those that have different tensors
 
-def collect_numbers(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> dict[str, Any]:
-    """The part of a state that is not tensors, as JSON values."""
-    numbers: dict[str, Any] = {"step": step, "random": python_random_states(), "tables": _table_optimizers(model)}
-    numbers["products"] = library_in_use()
-    if optimizer is not None:
-        numbers["optimizer"] = {
-            "kind": _optimizer_kind(optimizer),
-            "parameters": _parameter_names(model, optimizer),
-            "tensors": sorted(_optimizer_tensors(model, optimizer)),
-            "rounding_key": getattr(optimizer, "rounding_key", None),
-            "groups": [
-                {key: value for key, value in group.items() if key != "params"}
-                for group in optimizer.state_dict()["param_groups"]
-            ],
-        }
-    return numbers
+    def capture(self, step: int) -> State:
+        """Capture the full state in memory. All ranks call it.
 
+        Sharded tables are gathered to rank 0 (on lane `wire`) and are meta tensors on other ranks; sharded dense
+        parameters, other ranks' parts of a pipeline and their optimizer state are gathered to all.
+        """
+        model, optimizer = self.model, self.optimizer
+        tensors = _unshard_dense(model, _model_tensors(model) | optimizer_tensors(model, optimizer))
+        tensors = self.ranks.broadcast_missing(tensors) | _sharded_tensors(model, full_tables.gather_state)
+        return State(tensors | torch_random_states(), self.numbers(step))
 
-def local_rectangles(model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int) -> list[Rectangle]:
-    """The part of the state that this rank writes: each value is written by exactly one rank."""
-    rectangles = [full_rectangle(_rank_name(name, rank), tensor) for name, tensor in torch_random_states().items()]
-    changes, shards = _changed_rows(model), parameter_shards(model)
-    for name, tensor in (_model_tensors(model) | _optimizer_tensors(model, optimizer)).items():
-        shard = shards.get(_split_name(name)[0])
-        owns = rank == 0 if shard is None or not shard.matches_shape(tensor) else shard.is_writer and tensor.numel() > 0
-        if owns:
-            rectangles.append(replace(parameter_rectangle(name, tensor, shard), changed_rows=changes.get(name)))
-    for prefix, bags in _embedding_bags(model):
-        if isinstance(bags.exchange, ShardedTables):
-            names = _logical_names(prefix, bags)
-            rectangles += [
-                replace(rectangle, name=names[rectangle.name])
-                for rectangle in full_tables.table_rectangles(bags.exchange, deduplicate=True)
-            ]
-    return rectangles
+    def numbers(self, step: int) -> dict[str, Any]:
+        """The part of the state that is not tensors, as JSON values. All ranks call it."""
+        numbers: dict[str, Any] = {"step": step, "random": python_random_states()}
+        numbers |= {"tables": _table_optimizers(self.model), "products": library_in_use()}
+        optimizers = self.ranks.all_gather_json(optimizer_numbers(self.model, self.optimizer))
+        optimizer = merge_optimizer_numbers(optimizers)
+        return numbers | ({"optimizer": optimizer} if optimizer is not None else {})
+
+    def rectangles(self) -> list[Rectangle]:
+        """What this rank writes: each value is written by exactly one rank."""
+        random_states = {_rank_name(name, self.rank): tensor for name, tensor in torch_random_states().items()}
+        parts = [full_rectangle(name, tensor) for name, tensor in random_states.items()]
+        return [*parts, *self._tensor_rectangles(), *residual_rectangles(self.residuals, self.rank)]
+
+    def weights(self) -> list[Rectangle]:
+        """The weights and buffers that this rank writes, without optimizer state and random generators."""
+        return [rect for rect in self._tensor_rectangles() if rect.name.startswith(MODEL_PREFIX)]
+
+    def _tensor_rectangles(self) -> list[Rectangle]:
+        rectangles: list[Rectangle] = []
+        changes, shards = _changed_rows(self.model), parameter_shards(self.model)
+        tensors = _model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer)
+        for name, tensor in tensors.items():
+            shard = shards.get(_parameter_name(name))
+            writes = self.is_writer
+            if shard is not None and shard.matches_shape(tensor):
+                writes = shard.is_writer and tensor.numel() > 0
+            if writes:
+                rectangles.append(replace(parameter_rectangle(name, tensor, shard), changed_rows=changes.get(name)))
+        for prefix, bags in _embedding_bags(self.model):
+            if isinstance(bags.exchange, ShardedTables):
+                names = _logical_names(prefix, bags)
+                tables = full_tables.table_rectangles(bags.exchange, deduplicate=True)
+                rectangles += [replace(rectangle, name=names[rectangle.name]) for rectangle in tables]
+        return rectangles
+
+    @torch.no_grad()
+    def restore(self, saved: SavedState) -> list[str]:
+        """Restore a state, or raise and change nothing. All ranks call it.
+
+        Returns the names of tensors converted to another dtype.
+        """
+        model, optimizer, saved_optimizer = self.model, self.optimizer, saved.numbers.get("optimizer")
+        tensors, specs, shards = _model_tensors(model), saved.tensor_specs, parameter_shards(model)
+        targets = [
+            parameter_rectangle(name, value, shards.get(_parameter_name(name))) for name, value in tensors.items()
+        ]
+        local = _tensor_specs(tensors | _sharded_tensors(model, full_tables.meta_state))
+        local |= {target.name: (local[target.name][0], target.shape) for target in targets}
+        _check_table_optimizers(saved, model)
+        parts = self.ranks.all_gather_json((local, optimizer_numbers(model, optimizer)))
+        expected = {name: (dtype, tuple(shape)) for part, _ in parts for name, (dtype, shape) in part.items()}
+        for name in [name for name in expected if name.endswith(ROUNDING_KEY) and name not in specs]:
+            del expected[name]  # older checkpoints do not have the keys: the current ones stay
+        targets = [target for target in targets if target.name in expected]
+        state_names = (saved_optimizer or {}).get("tensors", ())
+        _check_names({*expected, *state_names}, {name for name in specs if not name.startswith(PER_RANK_NAMES)})
+        converted = _check_specs(expected, specs)
+        check_optimizer_numbers(saved_optimizer, merge_optimizer_numbers([numbers for _, numbers in parts]))
+        check_groups(saved_optimizer, optimizer)
+        own_parameters = {*parameter_names(model, optimizer)} if optimizer is not None else set()
+        state_names = [name for name in state_names if _parameter_name(name) in own_parameters]
+        random_names = [name if (name := _rank_name(key, self.rank)) in specs else key for key in RANDOMS]
+        names = [name for name in (*state_names, *random_names) if name in specs]
+        buffers = {name: _empty_tensor(specs[name], shards.get(_parameter_name(name))) for name in names}
+        targets += [
+            parameter_rectangle(name, buffer, shards.get(_parameter_name(name))) for name, buffer in buffers.items()
+        ]
+        for prefix, bags in _embedding_bags(model):
+            if isinstance(bags.exchange, ShardedTables):
+                logical = _logical_names(prefix, bags)
+                tables = full_tables.table_rectangles(bags.exchange)
+                targets += [replace(shard, name=logical[shard.name]) for shard in tables]
+        saved.fill(targets)
+        for prefix, bags in _embedding_bags(model):
+            bags.load_optimizer_state({name: tensors[prefix + name] for name in bags.optimizer_state()})
+        if optimizer is not None and saved_optimizer is not None:
+            load_optimizer(saved_optimizer, model, optimizer, {name: buffers[name] for name in state_names})
+            loaded = _tensor_specs(optimizer_tensors(model, optimizer))
+            converted += [name for name in state_names if name in loaded and loaded[name][0] != specs[name][0]]
+        for mask in changed_row_masks(model):
+            mask.fill_(True)
+        restore_random_states(saved.numbers, [buffers.get(name) for name in random_names], self.rank)
+        return converted
 
 
 def residual_rectangles(residuals: Sequence[Tensor], rank: int) -> list[Rectangle]:
@@ -139,11 +215,6 @@ def restore_residuals(saved: SavedState, residuals: Sequence[Tensor], rank: int,
         return
     for residual in residuals:
         residual.zero_()
-
-
-def local_weights(model: nn.Module, rank: int) -> list[Rectangle]:
-    """The part of the model's `state_dict` that this rank writes, without optimizer state and random generators."""
-    return [rectangle for rectangle in local_rectangles(model, None, rank) if rectangle.name.startswith(MODEL_PREFIX)]
 
 
 def track_changes(model: nn.Module) -> None:
@@ -170,55 +241,6 @@ def changed_row_masks(model: nn.Module) -> Iterator[Tensor]:
         yield from (mask for mask in (*table_masks, *shard_masks) if mask is not None)
 
 
-@torch.no_grad()
-def restore(saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int = 0) -> list[str]:
-    """Restore a state, or raise and change nothing. Returns the names of tensors converted to another dtype."""
-    tensors, specs, shards = _model_tensors(model), saved.tensor_specs, parameter_shards(model)
-    targets = [parameter_rectangle(name, value, shards.get(_split_name(name)[0])) for name, value in tensors.items()]
-    expected = _tensor_specs(tensors | _sharded_tensors(model, full_tables.meta_state))
-    expected |= {target.name: (expected[target.name][0], target.shape) for target in targets}
-    state_names = (saved.numbers.get("optimizer") or {}).get("tensors", ())
-    _check_table_optimizers(saved, model)
-    for name in [name for name in expected if name.endswith(ROUNDING_KEY) and name not in specs]:
-        del expected[name]  # older checkpoints do not have the keys: the current ones stay
-    targets = [target for target in targets if target.name in expected]
-    _check_names({*expected, *state_names}, {name for name in specs if not name.startswith(PER_RANK_NAMES)})
-    converted = []
-    for name, spec in expected.items():
-        if specs[name][1] != spec[1] or specs[name][0] != spec[0] and not (_is_float(specs[name]) and _is_float(spec)):
-            texts = [f"{dtype} {shape}" for dtype, shape in (specs[name], spec)]
-            raise UserError(
-                f'checkpoint: "{name}" is {texts[0]}, the model has {texts[1]}; it was saved by another model'
-            )
-        converted += [name] * (specs[name][0] != spec[0])
-    groups = _optimizer_groups(saved, model, optimizer)
-    random_names = [_rank_name(key, rank) if _rank_name(key, rank) in specs else key for key in (RANDOM, RANDOM_CUDA)]
-    buffer_names = [name for name in (*state_names, *random_names) if name in specs]
-    buffers = {name: _empty_tensor(specs[name], shards.get(_split_name(name)[0])) for name in buffer_names}
-    targets = targets + [
-        parameter_rectangle(name, buffer, shards.get(_split_name(name)[0])) for name, buffer in buffers.items()
-    ]
-    for prefix, bags in _embedding_bags(model):
-        if isinstance(bags.exchange, ShardedTables):
-            names = _logical_names(prefix, bags)
-            targets += [replace(shard, name=names[shard.name]) for shard in full_tables.table_rectangles(bags.exchange)]
-    saved.fill(targets)
-    for prefix, bags in _embedding_bags(model):
-        bags.load_optimizer_state({name: tensors[prefix + name] for name in bags.optimizer_state()})
-    if optimizer is not None:
-        names = _parameter_names(model, optimizer)
-        optimizer.load_state_dict({"state": _group_states(names, {key: buffers[key] for key in state_names}), **groups})
-        rounding_key = saved.numbers["optimizer"].get("rounding_key")
-        if rounding_key is not None and hasattr(optimizer, "rounding_key"):
-            optimizer.rounding_key = rounding_key  # pyright: ignore[reportAttributeAccessIssue]
-        loaded_specs = _tensor_specs(_optimizer_tensors(model, optimizer))
-        converted += [name for name in state_names if name in loaded_specs and loaded_specs[name][0] != specs[name][0]]
-    for mask in changed_row_masks(model):
-        mask.fill_(True)
-    restore_random_states(saved.numbers, [buffers.get(name) for name in random_names], rank)
-    return converted
-
-
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors = {f"{MODEL_PREFIX}{name}": value for name, value in model.state_dict().items()}
     for prefix, bags in _embedding_bags(model):
@@ -226,12 +248,9 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _split_name(name: str) -> tuple[str, str]:
-    """The parameter's name and the key of its optimizer state, from a name in a state; key "": the parameter itself."""
-    if name.startswith(OPTIMIZER):
-        path, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
-        return path, key
-    return name.removeprefix(MODEL_PREFIX), ""
+def _parameter_name(name: str) -> str:
+    """The parameter of a tensor in a state: of its weight or of its optimizer state."""
+    return split_name(name)[0] if name.startswith(OPTIMIZER) else name.removeprefix(MODEL_PREFIX)
 
 
 def _unshard_dense(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -239,7 +258,8 @@ def _unshard_dense(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
     shards_by_key: dict[str, dict[str, ParameterShard]] = {}
     shards, unsharded = parameter_shards(model), dict(tensors)
     for name in tensors:
-        path, key = _split_name(name)
+        path = _parameter_name(name)
+        key = split_name(name)[1] if name.startswith(OPTIMIZER) else ""
         if path in shards:
             shards_by_key.setdefault(key, {})[name] = shards[path]
     for key_shards in shards_by_key.values():
@@ -274,68 +294,6 @@ def _embedding_bags(model: nn.Module) -> Iterator[tuple[str, EmbeddingBags]]:
     for path, module in model.named_modules():
         if isinstance(module, EmbeddingBags):
             yield f"tables.{path}.", module
-
-
-def _optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
-    """The class whose state the optimizer has; a 16-bit replacement (`AdamBf16`) names the original in `kind`."""
-    return getattr(optimizer, "kind", type(optimizer).__name__)
-
-
-def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of the dense optimizer's parameters, in its order."""
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
-
-
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    if optimizer is None:
-        return {}
-    names, state = _parameter_names(model, optimizer), optimizer.state_dict()["state"]
-    return {
-        f"{OPTIMIZER}{names[index]}.{key}": torch.as_tensor(value)
-        for index, values in state.items()
-        for key, value in values.items()
-    }
-
-
-def _group_states(names: Sequence[str], values: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """Saved optimizer state in the form of `torch.optim.Optimizer.load_state_dict`: by index of the parameter."""
-    states: dict[int, dict[str, Tensor]] = {}
-    for name, value in values.items():
-        parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
-        states.setdefault(names.index(parameter), {})[key] = value
-    return states
-
-
-def _optimizer_groups(state: SavedState, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """The saved parameter groups in the form that the optimizer loads, checked against it; empty without optimizer."""
-    saved_optimizer = state.numbers.get("optimizer")
-    if saved_optimizer is None or optimizer is None:
-        if (saved_optimizer is None) != (optimizer is None):
-            sides = ("has no", "has one") if saved_optimizer is None else ("has", "has none")
-            raise UserError(f"checkpoint: it {sides[0]} state of a dense optimizer, this job {sides[1]}")
-        return {}
-    current, names = optimizer.state_dict(), _parameter_names(model, optimizer)
-    expected = {"kind": _optimizer_kind(optimizer), "parameters": names}
-    for key, value in expected.items():
-        if saved_optimizer[key] != value:
-            raise UserError(f"checkpoint: the dense optimizer's {key} is {saved_optimizer[key]}, this job has {value}")
-    counts = [len(groups) for groups in (saved_optimizer["groups"], current["param_groups"])]
-    if counts[0] != counts[1]:
-        raise UserError(
-            f"checkpoint: the dense optimizer has {counts[0]} parameter groups, this job's has {counts[1]}; "
-            "create it with the same groups, otherwise their learning rates would be lost"
-        )
-    groups = [
-        (_with_tuples(group), current_group)
-        for group, current_group in zip(saved_optimizer["groups"], current["param_groups"], strict=True)
-    ]
-    for number, (group, current_group) in enumerate(groups):
-        for key in sorted(set(group) ^ (set(current_group) - {"params"})):
-            where = "the checkpoint" if key in group else "this job"
-            raise UserError(f'checkpoint: setting "{key}" of the dense optimizer\'s group {number} is only in {where}')
-    merged = [group | {"params": current_group["params"]} for group, current_group in groups]
-    return {"param_groups": merged}
 
 
 def _table_optimizers(model: nn.Module) -> dict[str, str]:
@@ -385,14 +343,22 @@ def _empty_tensor(spec: TensorSpec, shard: ParameterShard | None) -> Tensor:
     return torch.empty(local_shape(spec[1], shard), dtype=getattr(torch, spec[0]))
 
 
+def _check_specs(expected: Mapping[str, TensorSpec], saved: Mapping[str, TensorSpec]) -> list[str]:
+    """Raise an error for another shape, or a dtype that cannot be converted; returns the names of those that can."""
+    converted = []
+    for name, spec in expected.items():
+        if saved[name][1] != spec[1] or saved[name][0] != spec[0] and not (_is_float(saved[name]) and _is_float(spec)):
+            texts = [f"{dtype} {shape}" for dtype, shape in (saved[name], spec)]
+            raise UserError(
+                f'checkpoint: "{name}" is {texts[0]}, the model has {texts[1]}; it was saved by another model'
+            )
+        converted += [name] * (saved[name][0] != spec[0])
+    return converted
+
+
 def _check_names(expected: set[str], saved: set[str]) -> None:
     missing, unexpected = sorted(expected - saved), sorted(saved - expected)
     if missing:
         raise UserError(f'checkpoint: "{missing[0]}" is missing ({len(missing)} in all); it was saved by another model')
     if unexpected:
         raise UserError(f'checkpoint: "{unexpected[0]}" is not in this model ({len(unexpected)} in all)')
-
-
-def _with_tuples(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists to tuples: JSON has no tuples, and torch's optimizers expect `betas` as a tuple."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}

@@ -225,12 +225,16 @@ class Plan:
 
     def pipeline_rank(self, rank: int) -> int:
         """The index of a rank along the pipeline."""
-        index, inner = 0, self.num_ranks
+        return self.position(rank, self.pipeline_axes)[0]
+
+    def position(self, rank: int, axes: Sequence[str]) -> tuple[int, int]:
+        """The index of a rank among those that differ from it only along these axes, and their number."""
+        index, size, inner = 0, 1, self.num_ranks
         for axis in self.axes:
             inner //= axis.size
-            if axis.role == "pipe":
-                index = index * axis.size + rank // inner % axis.size
-        return index
+            if axis.name in axes:
+                index, size = index * axis.size + rank // inner % axis.size, size * axis.size
+        return index, size
 
     @property
     def num_ranks(self) -> int:

@@ -171,9 +171,9 @@ class Trainer:
         self.checkpoint_step = self.job.step
         self.directory.save_transforms(self.transforms)
         start_samples, start_seconds = self.samples, self.seconds
-        self.saver.preallocate(self.job.model, self.job.optimizer)
+        self.saver.preallocate(self.job.local_state)
         if self.settings.train.publish_every:
-            self.publisher.preallocate(self.job.model, None)
+            self.publisher.preallocate(self.job.local_state)
         with closing(self.saver), closing(self.best_saver), closing(self.publisher), self.stop_request:
             stop_signal = self._train()
             self.stop_request.disable_time_limit()
