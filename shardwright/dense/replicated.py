@@ -4,7 +4,7 @@ Each gradient is copied into its bucket as soon as it is accumulated. All ranks 
 each as soon as it and all before it are complete. A missing gradient counts as zero; it stays None if no rank has one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ IssuedWork = tuple[str, str, Pending[Any]]  # name, lane, work
 class Bucket:
     """Flat gradients of some parameters, followed by one value per parameter: whether it has a gradient."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], error_feedback: bool) -> None:
-        self.parameters = list(parameters)
+    def __init__(self, parameters: Sequence[nn.Parameter], error_feedback: bool, name: str) -> None:
+        """`name`: of the plan's stage that reduces it."""
+        self.parameters, self.name = list(parameters), name
         sizes = [parameter.numel() for parameter in parameters]
         like = parameters[0]
         self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=like.dtype, device=like.device)
@@ -64,9 +65,20 @@ class ReplicatedModel:
     With `bf16_reduce`, all-reduces are in bf16, with error feedback.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: Group, *, bf16_reduce: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: Group,
+        *,
+        bf16_reduce: bool = False,
+        stage_of: Callable[[nn.Parameter], str] = lambda _: "reduce",
+    ) -> None:
+        """`stage_of`: the name of the plan's stage that reduces a parameter's gradient."""
         self._group, self._bf16_reduce = group, bf16_reduce
-        self._buckets = [Bucket(bucket_parameters, bf16_reduce) for bucket_parameters in split_into_buckets(parameters)]
+        self._buckets = [
+            Bucket(bucket_parameters, bf16_reduce, stage_of(bucket_parameters[-1]))
+            for bucket_parameters in split_into_buckets(parameters)
+        ]
         self._pending: list[Pending[Any]] = []  # by bucket; of a bf16 all-reduce, its first phase
         self._second_phases: list[Pending[Tensor]] = []
         self._issued: list[IssuedWork] = []
@@ -137,7 +149,7 @@ class ReplicatedModel:
             if complete_only and bucket.num_missing:
                 return
             self._pending.append(self._all_reduce(bucket))
-            self._issued.append(("reduce", self._group.lane, self._pending[-1]))
+            self._issued.append((bucket.name, self._group.lane, self._pending[-1]))
 
     def _all_reduce(self, bucket: Bucket) -> Pending[Any]:
         if self._bf16_reduce:

@@ -100,6 +100,7 @@ class ShardedModel:
         self._grad_scale = 1.0
         self._issued: list[IssuedWork] = []
         self._pending: Pending[None] | None = None  # the reductions of a backward pass
+        self._last_name = ""  # of the last of them
         self.trace_wait: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         if bf16_reduce and groups.replicas.size > 1:
             for flat in (flat for block in blocks for flat in block.trained_flat_parameters):
@@ -202,7 +203,7 @@ class ShardedModel:
     def finish_reductions(self) -> None:
         """Wait for the reductions of the last backward pass; the shards then have their gradients."""
         if self._pending is not None:
-            with self.trace_wait("reduce"):
+            with self.trace_wait(self._last_name):
                 self._pending.wait()
 
     def reshard(self) -> None:
@@ -213,7 +214,9 @@ class ShardedModel:
     def pop_issued(self) -> list[IssuedWork]:
         """Return the collectives issued since the last call."""
         issued, self._issued = self._issued, []
-        return issued + (self.replicated.pop_issued() if self.replicated is not None else [])
+        issued += self.replicated.pop_issued() if self.replicated is not None else []
+        self._last_name = issued[-1][0] if issued else self._last_name
+        return issued
 
     def _pre_forward(self, block: ShardedBlock, *_: Any) -> None:
         if self._any_backward_started:  # activation checkpointing runs the forward again
@@ -253,8 +256,8 @@ class ShardedModel:
         """Issue the all-gathers of this block and of those to prefetch; wait for this block's."""
         for issued_block in (block, *prefetched):
             works = issued_block.unshard()
-            self._issued += [("gather", self._groups.all_gather.lane, work) for work in works]
-        with self.trace_wait("gather"):
+            self._issued += [(f"gather {issued_block.name}", self._groups.all_gather.lane, work) for work in works]
+        with self.trace_wait(f"gather {block.name}"):
             block.wait_for_unshard()
 
     def _post_accumulate_grad(self, block: ShardedBlock, flat: FlatParameter, index: int) -> None:
@@ -276,7 +279,7 @@ class ShardedModel:
                 return
             self._reduce_over_replicas(len(self._reduce_scatters))
             works = [flat.reduce_scatter_grad() for flat in block.trained_flat_parameters]
-            self._issued += [("scatter", self._groups.reduce_scatter.lane, work) for work in works]
+            self._issued += [(f"scatter {block.name}", self._groups.reduce_scatter.lane, work) for work in works]
             self._reduce_scatters.append((block, works))
 
     def _reduce_over_replicas(self, num_blocks: int) -> None:
@@ -288,13 +291,12 @@ class ShardedModel:
                 if not self._is_last_micro_batch:
                     reductions.append(work)
                     continue
-                with self.trace_wait("scatter"):
+                with self.trace_wait(f"scatter {block.name}"):
                     total = flat.add_earlier_grad(work.wait())
                 reductions.append(self._all_reduce(total, flat.residual, group))
             self._replica_reductions.append(reductions)
-            self._issued += [
-                ("reduce", group.lane, work) for work in reductions if group.size > 1 and self._is_last_micro_batch
-            ]
+            if group.size > 1 and self._is_last_micro_batch:
+                self._issued += [(f"reduce {block.name}", group.lane, work) for work in reductions]
 
     def _all_reduce(self, total: Tensor, residual: Tensor | None, group: Group) -> Pending[Any]:
         if residual is None:

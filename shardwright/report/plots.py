@@ -264,9 +264,11 @@ def row_label(rank: int, lane: str, ranks: Sequence[int]) -> str:
 
 
 def stage_hues(timeline: Timeline) -> dict[str, str]:
-    """Colour of each stage, the same in all figures."""
+    """Colour of each stage and of each part of a step, the same in all figures; the events of a part have one."""
     names = dict.fromkeys(event.name for event in sorted(timeline.events, key=lambda event: event.start))
-    return {name: f"var(--hue{index % NUM_HUES})" for index, name in enumerate(names)}
+    parts = dict.fromkeys(step_times.part_name(name) for name in names)
+    hues = {part: f"var(--hue{index % NUM_HUES})" for index, part in enumerate(parts)}
+    return hues | {name: hues[step_times.part_name(name)] for name in names}
 
 
 def figure_layout(**layout: Any) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
 ABSENT = "not measured"
-TRACED_STAGE_NAMES = MappingProxyType({"reduce.bottom": "reduce"})  # the plan has two stages, the trace has one
 OUTCOME_NOTES = MappingProxyType(
     {
         "test": "test at step {step}",
@@ -191,10 +190,6 @@ def part_grid(timeline: Timeline, predicted: Timeline | None, stages: Sequence[S
     for stage in stages:
         body = [forecast.pop(part.name) for part in stage.body if part.lane == stage.lane and part.name in forecast]
         forecast |= {stage.name: sum(body)} if body else {}
-    for reduction in [name for name in forecast if name.startswith("reduce ") and name not in parts]:
-        forecast["reduce"] = forecast.get("reduce", 0.0) + forecast.pop(reduction)
-    for plan_name, traced_name in TRACED_STAGE_NAMES.items():
-        forecast[traced_name] = forecast.get(traced_name, 0.0) + forecast.pop(plan_name, 0.0)
     names = sorted(parts, key=lambda name: -parts[name].exposed_seconds)
     rows = [(name, time_text(parts[name].seconds), time_text(parts[name].exposed_seconds)) for name in names]
     serial, exposed = step_times.serial_and_exposed_seconds(timeline)

@@ -13,6 +13,7 @@ from statistics import fmean
 from shardwright.spec.timeline import Event, Timeline
 
 ISSUE, FLIGHT, WAIT = "issue", "flight", "wait"
+COLLECTIVES = frozenset(("gather", "scatter", "reduce", "reduce.bottom"))  # of sharded blocks: "gather NAME"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,12 @@ class StepPart:
 
     seconds: float
     exposed_seconds: float
+
+
+def part_name(event_name: str) -> str:
+    """The part of a step that an event belongs to; the collectives of all blocks are one part each."""
+    collective = event_name.split(" ")[0]
+    return collective.removesuffix(".bottom") if collective in COLLECTIVES else event_name
 
 
 def complete_steps(timeline: Timeline) -> list[int]:
@@ -51,7 +58,7 @@ def stage_seconds(timeline: Timeline) -> dict[str, list[float]]:
     outer = [event for event in timeline.events if event.kind in ("stage", FLIGHT)]
     total: dict[str, dict[tuple[int, int], float]] = {}
     for event in outer or timeline.events:
-        per_step = total.setdefault(event.name, {})
+        per_step = total.setdefault(part_name(event.name), {})
         key = (event.step, event.rank)
         per_step[key] = per_step.get(key, 0.0) + event.end - event.start
     return {name: list(per_step.values()) for name, per_step in total.items()}
@@ -96,15 +103,15 @@ def parts_by_name(timeline: Timeline) -> dict[str, StepPart]:
     total_seconds: dict[str, float] = defaultdict(float)
     exposed_seconds: dict[str, float] = defaultdict(float)
     for event in sorted(inside, key=lambda event: event.start):
-        seconds = event.end - event.start
+        seconds, name = event.end - event.start, part_name(event.name)
         if event.kind == WAIT:
-            exposed_seconds[event.name] += seconds
+            exposed_seconds[name] += seconds
         elif event.kind == FLIGHT:
-            total_seconds[event.name] += seconds
+            total_seconds[name] += seconds
         else:
             work_seconds = seconds - sum(wait.end - wait.start for wait in waits if _is_within(wait, event))
-            total_seconds[event.name] += work_seconds
-            exposed_seconds[event.name] += work_seconds
+            total_seconds[name] += work_seconds
+            exposed_seconds[name] += work_seconds
     num = len(steps) * len(ranks)
     return {
         name: StepPart(total_seconds[name] / num, exposed_seconds[name] / num)

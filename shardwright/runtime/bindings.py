@@ -366,15 +366,15 @@ class StepBindings:
         gradients = _in_flight("gradients", WIRE, exchanges[0]) if exchanges else None
         slots["reduced.top"] = slots["reduced.bottom"] = True  # the gradients are in each parameter's .grad
         if reduction is not None:
-            slots["reduced.bottom"] = InFlight("reduce", DENSE, reduction, is_single_event=False)
+            slots["reduced.bottom"] = reduction
         return gradients, issued
 
     def run_backward(
         self, call: Call, run: Callable[[], None], chunk: int = 0
-    ) -> tuple[Pending[None] | None, Sequence[InFlight]]:
+    ) -> tuple[InFlight | None, Sequence[InFlight]]:
         """Run a backward pass of a chunk of the dense model, or of all of it.
 
-        Returns the reduction of its gradients, and the work that was issued.
+        Returns the reductions of its gradients as one work, and each work that was issued.
         """
         if not self.reducers:
             run()
@@ -383,7 +383,9 @@ class StepBindings:
         reducer.begin_backward(overlap=self.overlap, is_last_micro_batch=call.is_last)
         run()
         reduction = reducer.end_backward()
-        return reduction, [InFlight(*work) for work in reducer.pop_issued()]
+        issued = [InFlight(*work) for work in reducer.pop_issued()]
+        name = issued[-1].name if issued else call.stage.name  # of a wait for all of them
+        return InFlight(name, DENSE, reduction, is_single_event=False), issued
 
     @accesses(reads=REDUCED_SLOTS, writes=("state.dense",))
     def step_optimizer(self, slots: Slots) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from shardwright.dense.pipeline import gradient_edges, input_gradients
 from shardwright.errors import UserError
-from shardwright.spec.lanes import DENSE, PIPE, PIPE_BACKWARD
+from shardwright.spec.lanes import PIPE, PIPE_BACKWARD
 from shardwright.spec.pipeline import Chunk
 from shardwright.step.slots import InFlight, Slots, accesses
 
@@ -141,10 +141,8 @@ def _last_backward(chunk: Chunk) -> ChunkFunction:
 
 
 def _run_backward(step: Any, slots: Slots, chunk: Chunk, run: Callable[[], None]) -> Sequence[InFlight]:
-    pending, issued = step.run_backward(slots.call, run, chunk.index)
-    slots[f"reduced{chunk.suffix}"] = (
-        True if pending is None else InFlight("reduce", DENSE, pending, is_single_event=False)
-    )
+    reduction, issued = step.run_backward(slots.call, run, chunk.index)
+    slots[f"reduced{chunk.suffix}"] = True if reduction is None else reduction
     if not chunk.is_first:
         slots[f"input.gradient{chunk.suffix}"] = input_gradients(slots[_source(chunk)])
     return issued

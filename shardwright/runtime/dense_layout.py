@@ -20,6 +20,7 @@ from shardwright.dense.sharded import ShardedBlock, ShardedModel, ShardingGroups
 from shardwright.errors import UserError, did_you_mean
 from shardwright.measure.describe import block_names, meta_twin, sparse_of
 from shardwright.runtime.materialize import materialize
+from shardwright.spec.calls import reducing_stages
 from shardwright.spec.lanes import DENSE, IDS, PIPE, PIPE_BACKWARD, SHARD_LANES, WIRE
 from shardwright.spec.pipeline import rank_chunks
 from shardwright.spec.plan import Plan
@@ -127,12 +128,23 @@ def distribute_dense(model: nn.Module, plan: Plan, mesh: Mesh) -> DenseLayout:
         frozen = [p for p in model.parameters() if not p.requires_grad and id(p) not in table_ids | shard_ids]
         table_state_ids = {id(state) for state in sparse.buffers()} if sparse else set()
         broadcast_values([*frozen, *(b for b in model.buffers() if id(b) not in table_state_ids)], sample_ranks)
+    reduce_stages = reducing_stages(plan.stages)
+    stage_by_id = {
+        id(parameter): reduce_stages[name]
+        for name in block_names(model)
+        for parameter in model.get_submodule(name).parameters()
+        if name in reduce_stages
+    }
+
+    def stage_of(parameter: nn.Parameter) -> str:
+        return stage_by_id.get(id(parameter), next(reversed(reduce_stages.values()), "reduce"))
+
     reducers: list[ReplicatedModel | ShardedModel] = []
     for part in _parts(model, pipeline):
         own_ids = {id(parameter) for name in part for parameter in model.get_submodule(name).parameters()}
         unsharded = [p for p in parameters if id(p) in own_ids - shard_ids]
         own_blocks = [block for block in blocks if any(_is_inside(block.name, name) for name in part)]
-        reducers += _make_reducer(plan, unsharded, own_blocks, groups, sample_ranks)
+        reducers += _make_reducer(plan, unsharded, own_blocks, groups, sample_ranks, stage_of)
     shard_groups = (groups.all_gather,) if groups is not None and groups.all_gather.size > 1 else ()
     checkpoint_activations(model, [entry for entry in plan.dense.recompute if _is_present(model, entry.block)])
     pipeline_groups = (mesh.group(plan.pipeline_axes, PIPE),) if pipeline is not None else ()
@@ -171,12 +183,13 @@ def _make_reducer(
     blocks: Sequence[ShardedBlock],
     groups: ShardingGroups | None,
     sample_ranks: Group,
+    stage_of: Callable[[nn.Parameter], str],
 ) -> Iterator[ReplicatedModel | ShardedModel]:
     """What reduces the gradients of these parameters and blocks; nothing on one rank without sharded blocks."""
     is_bf16 = plan.wire.dense == "bfloat16"
     replicated = None
     if unsharded and sample_ranks.size > 1:
-        replicated = ReplicatedModel(unsharded, sample_ranks, bf16_reduce=is_bf16)
+        replicated = ReplicatedModel(unsharded, sample_ranks, bf16_reduce=is_bf16, stage_of=stage_of)
     if groups is not None:
         yield ShardedModel(blocks, groups, replicated, num_prefetched_blocks=plan.dense.ahead, bf16_reduce=is_bf16)
     elif replicated is not None:

@@ -11,9 +11,11 @@ where it ends, each stage has one more call, with `is_end`.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from shardwright.spec.lanes import DENSE
 from shardwright.spec.plan import Stage
 from shardwright.spec.stage_checks import sort_by_lead
 
+BACKWARD_OF = "backward "  # before a block's name: the stage in the body of backward that runs the block's
 Schedule = Sequence[tuple[str, int]]  # stages by name, each with a micro-batch of the step
 
 
@@ -90,6 +92,21 @@ def flatten_bodies(stages: Iterable[Stage], lead: int = 0) -> Iterator[Stage]:
             yield from flatten_bodies(stage.body, lead + stage.lead)
         else:
             yield replace(stage, lead=lead + stage.lead)
+
+
+def reducing_stages(stages: Iterable[Stage]) -> dict[str, str]:
+    """By block, the stage in the body of backward that reduces its gradients once they and those before it exist."""
+    body = next((stage.body for stage in stages if stage.name == "backward"), ())
+    names: dict[str, str] = {}
+    waiting: list[str] = []
+    for stage in body:
+        if stage.lane == DENSE:
+            names |= dict.fromkeys(waiting, stage.name)
+            waiting = []
+        elif stage.name.startswith(BACKWARD_OF):
+            waiting.append(stage.name.removeprefix(BACKWARD_OF))
+    last = next((stage.name for stage in reversed(body) if stage.lane == DENSE), "")
+    return names | dict.fromkeys(waiting, last) if last else {}
 
 
 def last_readers(stages: Sequence[Stage]) -> dict[str, list[str]]:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.spec.calls import CallOrder
+from shardwright.spec.calls import CallOrder, reducing_stages
 from shardwright.spec.plan import Stage
 from shardwright.step.executor import run_calls
 from shardwright.step.slots import Binding, EndOfData
@@ -138,3 +138,13 @@ def test_a_stage_per_step_may_not_have_a_lead():
     assert [*misplaced_step_stage(Plan())] == [
         'stage "late" runs for each micro-batch and reads slot "norm", which stage "step" writes once a step'
     ]
+
+
+def test_a_bucket_is_reduced_by_the_stage_after_the_block_that_fills_it():
+    body = tuple(
+        Stage(name, "dense" if name.startswith("reduce") else "main")
+        for name in ("backward d", "backward c", "reduce c", "backward b", "backward a", "reduce a")
+    )
+    expected = {"d": "reduce c", "c": "reduce c", "b": "reduce a", "a": "reduce a"}
+    assert reducing_stages([Stage("forward", "main"), Stage("backward", "main", body=body)]) == expected
+    assert reducing_stages([Stage("backward", "main")]) == {}

@@ -26,6 +26,7 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.kernels.matmul import library_in_use, preferred_library, use_library
 from shardwright.layers.loss import BinaryLoss
+from shardwright.planner.step.loop_cost import METRICS
 from shardwright.runtime import memory_check
 from shardwright.runtime.build import build
 from shardwright.runtime.dense_layout import mesh_for
@@ -53,7 +54,7 @@ from shardwright.spec.lanes import MAIN
 from shardwright.spec.plan import Stage
 from shardwright.spec.table_checks import INCREMENT_DTYPES
 
-METRICS_STAGE = Stage("metrics", MAIN)  # the loop's work between two steps, traced with the job's stages
+METRICS_STAGE = Stage(METRICS, MAIN)  # the loop's work between two steps, traced with the job's stages
 
 
 def train(settings: Settings, watcher: Watcher | None = None) -> RunResult:
