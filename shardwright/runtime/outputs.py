@@ -86,8 +86,17 @@ class BatchParts:
 
 
 def _join_scores(parts: Sequence[Scores]) -> Scores:
-    """The scores of a batch from those of its parts; the logits are joined along their first dimension."""
+    """The scores of a batch from those of its parts.
+
+    The logits are joined along their first dimension; a number, such as an auxiliary loss, is averaged like the loss.
+    """
     total = sum(part.weight for part in parts) or 1.0
-    loss = torch.stack([part.loss * (part.weight / total) for part in parts]).sum()
-    logits = tree_map(lambda *leaves: torch.cat(leaves), *(part.logits for part in parts))
-    return Scores(loss, logits, total)
+
+    def average(*values: Tensor) -> Tensor:
+        return torch.stack([value * (part.weight / total) for value, part in zip(values, parts, strict=True)]).sum()
+
+    def join(*values: Tensor) -> Tensor:
+        return torch.cat(values) if values[0].dim() else average(*values)
+
+    logits = tree_map(join, *(part.logits for part in parts))
+    return Scores(average(*(part.loss for part in parts)), logits, total)
