@@ -91,7 +91,7 @@ def train(settings: Settings, watcher: Watcher | None = None) -> RunResult:
             accumulate=settings.train.accumulate,
             clip=settings.dense.clip,
         )
-        loader = stack.enter_context(closing(make_rank_loader(settings, source, mesh.position(plan.sample_axes))))
+        loader = stack.enter_context(closing(make_rank_loader(settings, source, plan.position(mesh.rank, plan.sample_axes))))
         load_start_checkpoint(settings, job, RankGroup(mesh))
         directory = stack.enter_context(closing(open_directory(settings, RankGroup(mesh))))
         run = settings.run.model_copy(update={"name": directory.path.name})
@@ -311,6 +311,8 @@ class Trainer:
         for batch in batches:
             if self.settings.train.progressive and self.label is not None:
                 for output in self.job.evaluate([batch]):
+                    if not output.has_scores:
+                        continue
                     self.lifetime_metrics.update(output.logits, batch.labels[self.label], batch.weights)
             yield batch
 
@@ -343,7 +345,7 @@ class Trainer:
             return
         window = self._make_window()
         batch_size = self.settings.train.batch_size
-        shard = (self.rank_group.rank, self.rank_group.size)
+        shard = self.job.plan.position(self.rank_group.rank, self.job.plan.sample_axes)
         with closing(Loader(held_out, batch_size=batch_size, shuffle=False, shard=shard)) as loader:
             for output in self.job.evaluate(loader):
                 window.update(output)
