@@ -88,7 +88,8 @@ class BatchParts:
 def _join_scores(parts: Sequence[Scores]) -> Scores:
     """The scores of a batch from those of its parts.
 
-    The logits are joined along their first dimension; a number, such as an auxiliary loss, is averaged like the loss.
+    The logits are joined along their first dimension, without parts that have no samples: those have no sequence
+    length either. A number, such as an auxiliary loss, is averaged like the loss.
     """
     total = sum(part.weight for part in parts) or 1.0
 
@@ -96,7 +97,9 @@ def _join_scores(parts: Sequence[Scores]) -> Scores:
         return torch.stack([value * (part.weight / total) for value, part in zip(values, parts, strict=True)]).sum()
 
     def join(*values: Tensor) -> Tensor:
-        return torch.cat(values) if values[0].dim() else average(*values)
+        if not values[0].dim():
+            return average(*values)
+        return torch.cat([value for value in values if len(value)] or values[:1])
 
     logits = tree_map(join, *(part.logits for part in parts))
     return Scores(average(*(part.loss for part in parts)), logits, total)
