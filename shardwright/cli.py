@@ -71,6 +71,7 @@ def train(
     shardwright train synthetic-dlrm                       under a minute on two cores
     shardwright train synthetic-dlrm train.steps=2000 tables.lr=0.02
     shardwright train synthetic-dlrm ranks=2               two processes, tables sharded by the planner
+    shardwright train gpt data=books                       a language model on a folder of texts
     shardwright train synthetic-dlrm run.name=mine         name the run, to resume it later
     shardwright train runs/mine/config.toml run.resume=true
     shardwright train my.toml model.kind=my_models:make    an nn.Module of your code
@@ -126,7 +127,7 @@ def _train_and_report(settings: "Settings", console: Console) -> None:
     page = render(result.path)
     if disturbance := describe_disturbance(tuple(read_machine_windows(result.path / "machine.jsonl"))):
         console.print(disturbance, highlight=False, soft_wrap=True)
-    console.print(terminal.summary(result.evaluation, result.samples_per_second), highlight=False)
+    console.print(terminal.summary(result.evaluation, result.samples_per_second, result.rates), highlight=False)
     if result.pause_seconds:
         console.print(terminal.format_checkpoint_pauses(result.pause_seconds), highlight=False)
     console.print(f"report  {page}", highlight=False, soft_wrap=True)

@@ -101,7 +101,9 @@ def _load(path: str, content: bytes) -> Any:
     try:
         from tokenizers import Tokenizer as LibraryTokenizer
     except ImportError:
-        raise UserError(f"tokenizer {path} needs the library tokenizers: pip install tokenizers") from None
+        raise UserError(
+            f"tokenizer {path} needs the library tokenizers: pip install tokenizers (or shardwright[tokens])"
+        ) from None
     try:
         return LibraryTokenizer.from_buffer(content)
     except Exception as error:  # the library raises Exception itself
