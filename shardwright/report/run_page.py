@@ -126,6 +126,11 @@ def notes(run: RunRecord) -> Iterator[str]:
         yield "The last line of metrics.jsonl is incomplete, as after a kill, and is ignored."
     if disturbance := describe_disturbance(run.machine_windows):
         yield f"{disturbance}. The throughput curve marks them."
+    if any(line.mfu is not None and line.mfu > 1 for line in metrics.train):
+        yield (
+            "An MFU above 100 % means that other processes used the machine while its peak was measured: train again "
+            "on the quiet machine; several ranks can take the peak from plan.cluster."
+        )
     if (num_micro_batches := run.config.get("train", {}).get("accumulate", 1)) > 1:
         yield (
             f"A step accumulates the gradients of {num_micro_batches} micro-batches; predicted and measured times of "

@@ -177,6 +177,14 @@ def test_a_page_gives_the_reason_why_there_is_no_text():
     assert "No text was generated: in a pipeline &lt;b&gt;." in render(run).read_text()
 
 
+def test_a_page_says_why_an_mfu_is_above_all_that_is_possible():
+    run = train("mine", "train.steps=1")
+    assert "An MFU above 100 %" not in render(run).read_text()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "train", "step": 2, "samples": 8, "loss": 1.0, "mfu": 1.2}) + "\n")
+    assert "An MFU above 100 %" in render(run).read_text()
+
+
 def test_a_measured_cluster_gives_the_peak_of_the_mfu():
     """Also over ranks; a preset is no measurement of this machine."""
     settings = config.load("gpt", (*SMALL, "plan.cluster=measured.toml"))
