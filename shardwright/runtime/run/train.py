@@ -94,7 +94,9 @@ def train(settings: Settings, watcher: Watcher | None = None) -> RunResult:
             accumulate=settings.train.accumulate,
             clip=settings.dense.clip,
         )
-        loader = stack.enter_context(closing(make_rank_loader(settings, source, plan.position(mesh.rank, plan.sample_axes))))
+        loader = stack.enter_context(
+            closing(make_rank_loader(settings, source, plan.position(mesh.rank, plan.sample_axes)))
+        )
         load_start_checkpoint(settings, job, RankGroup(mesh))
         directory = stack.enter_context(closing(open_directory(settings, RankGroup(mesh))))
         run = settings.run.model_copy(update={"name": directory.path.name})
