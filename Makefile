@@ -1,11 +1,12 @@
 # Every verb does its own set-up: `make train` works on a machine with only Python 3.11+, a C++ compiler and git.
 PYTHON ?= python3
 BIN := .venv/bin
+RECIPE ?= synthetic-dlrm
 SOURCES := $(shell find csrc CMakeLists.txt pyproject.toml constraints.txt)
 READY := .venv/ready
 
 setup: $(READY)                         ## virtual environment, dependencies, native build
-train: $(READY)  ; $(BIN)/shardwright train synthetic-dlrm $(WITH)
+train: $(READY)  ; $(BIN)/shardwright train $(RECIPE) $(WITH)
 test: $(READY) .venv/triton ; OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 check: $(READY)  ; $(BIN)/python -m pytest tests/test_architecture.py && $(BIN)/lint-imports && $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/pyright --pythonpath $(BIN)/python
 bench: $(READY)  ; $(BIN)/python -m benchmarks

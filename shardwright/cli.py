@@ -4,13 +4,14 @@ import errno
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from shardwright.checkpoint.commands import checkpoint
-from shardwright.errors import UserError, check_file_name, did_you_mean
+from shardwright.data.commands import data
+from shardwright.errors import UserError, check_file_name
 from shardwright.lab.commands import lab
 from shardwright.runtime.run.reader import reader
 from shardwright.serving import commands as serving
@@ -18,9 +19,6 @@ from shardwright.spec import presets
 
 if TYPE_CHECKING:
     from shardwright.config import Settings
-
-# Keys of a recipe's section `data` that `data inspect` accepts.
-INSPECT_KEYS = ("schema", "encoding", "strict", "memory", "cache")
 
 app = typer.Typer(
     help="Shardwright trains models that outgrow a device.",
@@ -31,8 +29,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-
-data = typer.Typer(help="Inspect click logs.", no_args_is_help=True)
 app.add_typer(data, name="data")
 app.add_typer(reader, name="reader")
 app.add_typer(lab, name="lab")
@@ -75,6 +71,7 @@ def train(
     shardwright train synthetic-dlrm                       under a minute on two cores
     shardwright train synthetic-dlrm train.steps=2000 tables.lr=0.02
     shardwright train synthetic-dlrm ranks=2               two processes, tables sharded by the planner
+    shardwright train gpt data=books                       a language model on a folder of texts
     shardwright train synthetic-dlrm run.name=mine         name the run, to resume it later
     shardwright train runs/mine/config.toml run.resume=true
     shardwright train my.toml model.kind=my_models:make    an nn.Module of your code
@@ -130,7 +127,7 @@ def _train_and_report(settings: "Settings", console: Console) -> None:
     page = render(result.path)
     if disturbance := describe_disturbance(tuple(read_machine_windows(result.path / "machine.jsonl"))):
         console.print(disturbance, highlight=False, soft_wrap=True)
-    console.print(terminal.summary(result.evaluation, result.samples_per_second), highlight=False)
+    console.print(terminal.summary(result.evaluation, result.samples_per_second, result.rates), highlight=False)
     if result.pause_seconds:
         console.print(terminal.format_checkpoint_pauses(result.pause_seconds), highlight=False)
     console.print(f"report  {page}", highlight=False, soft_wrap=True)
@@ -172,49 +169,6 @@ def _print_preview(settings: "Settings") -> None:
     for subject, reason in run_plan.why:
         print(f"# {subject}: {reason}")
     print(f"# stages: {', '.join(stage.name for stage in run_plan.stages)}")
-
-
-@data.command()
-def inspect(
-    path: Annotated[str, typer.Argument(metavar="FILE", help="A click log: a file, or a directory.")],
-    settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of a recipe's section data.")
-    ] = None,
-) -> None:
-    """Summarize a click log: rows, base rate, and the values, skew and suggested table size of each column.
-
-    \b
-    shardwright data inspect train.tsv.gz                        Criteo and Avazu logs are recognized by their columns
-    shardwright data inspect ml-100k                             a MovieLens directory
-    shardwright data inspect mine.parquet schema=mine.toml       any other log: describe its columns in a schema
-    shardwright data inspect train.tsv.gz strict=false output=statistics.json
-    """
-    from rich.table import Table
-
-    from shardwright.config import apply_overrides
-    from shardwright.data.logs import summary
-    from shardwright.data.logs.click_log import guess_kind, open_log
-    from shardwright.spec import files
-
-    keys: dict[str, Any] = apply_overrides({}, settings or ())
-    output = keys.pop("output", "")
-    kind = keys.pop("kind", "") or ("log" if "schema" in keys else guess_kind(path))
-    for key in keys:
-        if key not in INSPECT_KEYS:
-            raise UserError(f'unknown key "{key}"{did_you_mean(key, (*INSPECT_KEYS, "kind", "output"))}')
-    inspection = summary.inspect_log(open_log(kind, path, split={"test": 0.0}, **keys))
-    console = Console(width=max(Console().width, 104))
-    for title, columns, rows in summary.format_inspection(inspection):
-        table = Table(title=title, title_justify="left", box=None, show_header=any(columns), pad_edge=False)
-        for index, column in enumerate(columns):
-            table.add_column(column, justify="right" if index else "left", no_wrap=True)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table, soft_wrap=True)
-        console.print()
-    if output:
-        files.write(summary.log_statistics(inspection), output)
-        console.print(f"statistics  {output}", highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -156,8 +156,8 @@ def resolve_name(key: str, name: str, built_in: Mapping[str, Any]) -> Any:
 
 
 def recipes() -> dict[str, str]:
-    """Title of each built-in recipe, by name (DATA-MODEL)."""
-    titles: dict[str, str] = {}
+    """Title of each built-in recipe, by name: DATA-MODEL, or the name of a whole recipe."""
+    titles = {path.stem: _title(path) for path in RECIPES.glob("*.toml")}
     for path in sorted((RECIPES / "data").glob("*.toml")):
         for model in tomllib.loads(path.read_text())["models"]:
             titles[f"{path.stem}-{model}"] = f"{_title(RECIPES / 'models' / f'{model}.toml')}, on {_title(path)}"
@@ -170,6 +170,8 @@ def _title(path: Path) -> str:
 
 def recipe_values(name: str) -> dict[str, Any]:
     """Settings of a built-in recipe: of the data, overridden by the model's, then by the model on this data."""
+    if (whole := RECIPES / f"{name}.toml").exists():
+        return tomllib.loads(whole.read_text())
     data, _, model = name.partition("-")
     values = tomllib.loads((RECIPES / "data" / f"{data}.toml").read_text())
     model_on_data = values.pop("models")[model]

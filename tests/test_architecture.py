@@ -32,6 +32,7 @@ FROZEN_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("check-scheme", ()),
     ("data", ()),
     ("data inspect", ()),
+    ("data tokenize", ()),
     ("export", ("--tables",)),
     ("lab", ()),
     ("lab down", ("--all", "--name")),

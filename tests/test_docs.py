@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from shardwright import config
 from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape
-from shardwright.models.ctr import MODELS
+from shardwright.models.names import MODELS
 from shardwright.runtime.run.recipe import SOURCES
 from shardwright.spec import files
 from shardwright.spec.optimizer import SparseOptimizer

@@ -211,7 +211,7 @@ def autoint(
     )
 
 
-MODELS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
+CTR_MODELS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
     {
         "logistic": logistic,
         "dlrm": dlrm,

@@ -5,15 +5,61 @@ A batch holds the tokens as the feature "tokens", with the same length in every 
 Shape legend: B samples, T positions, C channels.
 """
 
+from types import MappingProxyType
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import UserError
+from shardwright.errors import UserError, did_you_mean
 from shardwright.jagged import Batch
-from shardwright.layers.decoder import GPT2, NORMS, DecoderBlock, DecoderForm
+from shardwright.layers.decoder import GPT2, LLAMA, NORMS, QWEN2, QWEN3, DecoderBlock, DecoderForm
 from shardwright.layers.loss import NextTokenLoss
 
 INITIAL_STD = 0.02
+FORMS = MappingProxyType({"gpt2": GPT2, "llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3})
+
+
+class TokenSource(Protocol):
+    """Interface of a source of token sequences: number of ids, and tokens of a sequence."""
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def length(self) -> int: ...
+
+
+def gpt(
+    source: TokenSource,
+    *,
+    channels: int,
+    num_blocks: int,
+    num_heads: int,
+    num_kv_heads: int = 0,
+    hidden: int = 0,
+    form: str = "llama",
+    context: int = 0,
+) -> "GPT":
+    """GPT for the ids of a source; `context`: the longest sequence, 0: that of the source."""
+    if not hasattr(source, "vocabulary"):
+        raise UserError("model.kind=gpt trains on tokens, and this data has none; set data.kind=tokens")
+    if form not in FORMS:
+        raise UserError(f'model.form="{form}"{did_you_mean(form, FORMS)}')
+    if 0 < context < source.length:
+        raise UserError(
+            f"data.length={source.length}: the model's context is {context}; lower data.length or raise model.context"
+        )
+    return GPT(
+        vocabulary=source.vocabulary,
+        context=context or source.length,
+        channels=channels,
+        num_blocks=num_blocks,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        hidden=hidden,
+        form=FORMS[form],
+    )
 
 
 class GPT(nn.Module):
@@ -73,6 +119,11 @@ class TokenEmbedding(nn.Module):
         ids_BT = ids.view(batch.batch_size, len(ids) // max(1, batch.batch_size))  # a local batch may have no samples
         if ids_BT.shape[1] > self.context:
             raise UserError(f"sequences of {ids_BT.shape[1]} tokens; this model takes at most {self.context}")
+        if ids.device.type == "cpu" and len(ids) and int(ids.max()) >= self.token.num_embeddings:
+            raise UserError(
+                f"token {int(ids.max())}, but this model has {self.token.num_embeddings:,} ids; "
+                "train it on tokens of its own tokenizer"
+            )
         x_BTC = self.token(ids_BT)
         if self.position is None:
             return x_BTC

@@ -7,8 +7,9 @@ from shardwright.errors import UserError
 from shardwright.report import html_template, plots
 from shardwright.report.html_template import Grid
 from shardwright.report.plots import Figure
-from shardwright.report.run_page import ABSENT, bytes_text, count_text, decimal_text, duration_text, flatten_settings
+from shardwright.report.run_page import ABSENT, flatten_settings
 from shardwright.report.run_record import RunRecord, read_record
+from shardwright.report.units import bytes_text, count_text, decimal_text, duration_text
 from shardwright.spec import files
 
 CURVES = (
@@ -16,8 +17,10 @@ CURVES = (
     ("auc", "AUC", "How often a click is ranked above a non-click."),
     ("grouped_auc", "Grouped AUC", "The mean of each group's AUC, weighted by the group."),
     ("calibration", "Calibration", "Predicted over observed rate: 1 is exact."),
-    ("loss", "Loss", "Mean per sample."),
+    ("loss", "Loss", "The mean of the model's loss."),
+    ("perplexity", "Perplexity", "The exponential of the loss of the next token."),
     ("samples_per_second", "Throughput", "Samples per second in each training window."),
+    ("tokens_per_second", "Throughput, tokens", "Tokens per second in each training window."),
 )
 IGNORED_SETTINGS = ("run.name", "run.directory", "run.resume")
 

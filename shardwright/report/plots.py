@@ -36,7 +36,8 @@ class Figure:
 def curves(metrics: Metrics, machine: Sequence[MachineWindow] = ()) -> tuple[Figure, ...]:
     """Figures of all metrics over samples, the most important first."""
     ranking = (auc(metrics), grouped_auc(metrics))
-    figures = (normalized_entropy(metrics), *ranking, calibration(metrics), loss(metrics), throughput(metrics, machine))
+    speed = (throughput(metrics, machine), utilization(metrics))
+    figures = (normalized_entropy(metrics), *ranking, calibration(metrics), loss(metrics), perplexity(metrics), *speed)
     return tuple(figure for figure in figures if figure)
 
 
@@ -68,14 +69,39 @@ def calibration(metrics: Metrics) -> Figure | None:
 
 
 def loss(metrics: Metrics) -> Figure | None:
-    return metric_figure("loss", "Loss", metrics, caption="Mean per sample.")
+    if not has_tokens(metrics):
+        return metric_figure("loss", "Loss", metrics, caption="Mean per sample.")
+    caption, floor = "Cross entropy of the next token in nats, the mean over tokens.", []
+    bound = metric_series(metrics.evals, "bound_loss")
+    if bound[0]:
+        floor = [trace("best reachable", *bound, color="var(--muted)", dash="dash")]
+        caption += " Dashed: the loss of the true probabilities on the same tokens."
+    return metric_figure("loss", "Loss", metrics, extra=floor, caption=caption, height=340)
+
+
+def perplexity(metrics: Metrics) -> Figure | None:
+    return metric_figure("perplexity", "Perplexity", metrics, caption="The exponential of the loss.", type="log")
+
+
+def utilization(metrics: Metrics) -> Figure | None:
+    """MFU by both conventions."""
+    full = metric_series(metrics.train, "mfu_full")
+    whole = trace("full attention matrix", *full, color="var(--muted)", dash="dash")
+    caption = "Model FLOPs per second over the machine's peak, with the causal half of attention."
+    return metric_figure("mfu", "MFU", metrics, caption=caption, extra=(whole,), tickformat=".0%", rangemode="tozero")
+
+
+def has_tokens(metrics: Metrics) -> bool:
+    """Whether the run's model predicts tokens."""
+    return any(line.perplexity is not None for line in (*metrics.train, *metrics.evals))
 
 
 def throughput(metrics: Metrics, machine: Sequence[MachineWindow] = ()) -> Figure | None:
-    """Samples per second; windows in which processor time was taken away are shaded and have a marker."""
-    caption = "Samples per second in each training window."
+    """Samples or tokens per second; windows in which processor time was taken away are shaded and have a marker."""
+    name = "tokens_per_second" if metric_series(metrics.train, "tokens_per_second")[0] else "samples_per_second"
+    caption = f"{name.partition('_')[0].capitalize()} per second in each training window."
     windows = [window for window in machine if window.disturbance]
-    speed_by_samples = {line.samples: line.samples_per_second for line in metrics.train}
+    speed_by_samples = {line.samples: getattr(line, name) for line in metrics.train}
     marks: list[dict[str, Any]] = []
     if windows:
         caption += " Shaded: processor time was taken away from this run; markers show the cause."
@@ -83,7 +109,7 @@ def throughput(metrics: Metrics, machine: Sequence[MachineWindow] = ()) -> Figur
         mark = trace("processor taken away", x, y, color="var(--hue1)", markers=True) | {"mode": "markers"}
         marks.append(mark | {"text": [window.disturbance for window in windows], "hovertemplate": "%{y:,.0f}: %{text}"})
     figure = metric_figure(
-        "samples_per_second",
+        name,
         "Throughput",
         metrics,
         caption=caption,

@@ -16,8 +16,9 @@ from typing import Any
 from shardwright.checkpoint.manifest import Manifest
 from shardwright.report import html_template, plots, step_times
 from shardwright.report.html_template import Grid
+from shardwright.report.model_flops import flops_grid
 from shardwright.report.run_record import MachineWindow, Metrics, MetricsLine, RunRecord, read_record
-from shardwright.report.units import time_text
+from shardwright.report.units import bytes_text, count_text, decimal_text, duration_text, si_text, time_text
 from shardwright.spec import files
 from shardwright.spec.plan import Stage
 from shardwright.spec.timeline import Timeline
@@ -55,7 +56,8 @@ def render(run: Path, *, output: Path | None = None) -> Path:
 
 
 def run_html(run: RunRecord) -> str:
-    curves = plots.curves(run.metrics, run.machine_windows)
+    metrics = run.metrics
+    curves = plots.curves(metrics, run.machine_windows)
     times = (plots.stage_figure(run.timeline), plots.gantt(run.timeline)) if run.timeline else ()
     return html_template.render_template(
         "page.html.j2",
@@ -63,9 +65,9 @@ def run_html(run: RunRecord) -> str:
         run=run,
         facts=facts(run),
         notes=tuple(notes(run)),
-        tiles=tiles(run.metrics),
+        tiles=tiles(metrics),
         curves=curves,
-        gaps=tuple(missing_measurements(run.metrics)),
+        gaps=tuple(missing_measurements(metrics)),
         times=times,
         step_time=describe_step_time(run.timeline) if run.timeline else "",
         predicted=describe_prediction(run.predicted_timeline, run.timeline)
@@ -75,6 +77,8 @@ def run_html(run: RunRecord) -> str:
         if run.timeline
         else None,
         tables=table_grid(run.workload) if run.workload and run.workload.tables else None,
+        flops=flops_grid(run.model_flops, metrics) if run.model_flops else None,
+        text=run.generated_text,
         blocks=block_grid(run.workload) if run.workload and run.workload.blocks else None,
         checkpoints=checkpoint_grid(run.checkpoints) if run.checkpoints else None,
         publications=checkpoint_grid(run.publications, "publication") if run.publications else None,
@@ -122,6 +126,11 @@ def notes(run: RunRecord) -> Iterator[str]:
         yield "The last line of metrics.jsonl is incomplete, as after a kill, and is ignored."
     if disturbance := describe_disturbance(run.machine_windows):
         yield f"{disturbance}. The throughput curve marks them."
+    if any(line.mfu is not None and line.mfu > 1 for line in metrics.train):
+        yield (
+            "An MFU above 100 % means that other processes used the machine while its peak was measured: train again "
+            "on the quiet machine; several ranks can take the peak from plan.cluster."
+        )
     if (num_micro_batches := run.config.get("train", {}).get("accumulate", 1)) > 1:
         yield (
             f"A step accumulates the gradients of {num_micro_batches} micro-batches; predicted and measured times of "
@@ -144,6 +153,8 @@ def missing_measurements(metrics: Metrics) -> Iterator[str]:
     """Sentences about metrics that were not measured."""
     lines = (*metrics.train, *metrics.evals)
     names = {"ne": "normalized entropy", "auc": "AUC", "calibration": "calibration"}
+    if plots.has_tokens(metrics):
+        names = {"mfu": "MFU"}
     missing_names = [label for name, label in names.items() if not plots.metric_series(lines, name)[0]]
     if lines and missing_names:
         yield f"Not measured in this run: {', '.join(missing_names)}."
@@ -213,6 +224,11 @@ def tiles(metrics: Metrics) -> tuple[Tile, ...]:
     has_clicks = any(line.ne is not None for line in (*metrics.train, *metrics.evals))
     loss_name = "log_loss" if final and final.kind == "progressive" else "loss"
     loss = Tile("Log loss" if has_clicks else "Loss", *outcome(metrics, final, loss_name))
+    if plots.has_tokens(metrics):
+        if final and final.bound_loss is not None:
+            loss = replace(loss, note=f"best reachable (true probabilities): {decimal_text(final.bound_loss)}")
+        perplexity = Tile("Perplexity", *outcome(metrics, final, "perplexity"))
+        return (perplexity, loss, *speed_tiles(metrics))
     if not has_clicks:
         return (loss, *speed_tiles(metrics))
     value, note = outcome(metrics, final, "ne")
@@ -233,13 +249,17 @@ def outcome(metrics: Metrics, final: MetricsLine | None, name: str) -> tuple[str
 
 def speed_tiles(metrics: Metrics) -> Iterator[Tile]:
     end = metrics.end
-    windows = [line.samples_per_second for line in metrics.train if line.samples_per_second is not None]
-    if end and end.samples_per_second is not None:
-        yield Tile("Samples per second", count_text(end.samples_per_second), "over the whole run")
+    name = "tokens_per_second" if plots.has_tokens(metrics) else "samples_per_second"
+    label = name.replace("_", " ").capitalize()
+    windows = [speed for line in metrics.train if (speed := getattr(line, name)) is not None]
+    if end and getattr(end, name) is not None:
+        yield Tile(label, count_text(getattr(end, name)), "over the whole run")
     elif windows:
-        yield Tile("Samples per second", count_text(median(windows)), f"median of {len(windows)} training windows")
+        yield Tile(label, count_text(median(windows)), f"median of {len(windows)} training windows")
     else:
-        yield Tile("Samples per second", ABSENT)
+        yield Tile(label, ABSENT)
+    if end and end.mfu is not None and end.mfu_full is not None:
+        yield Tile("MFU", f"{end.mfu:.1%}", f"with the full attention matrix {end.mfu_full:.1%}")
     seconds, peak = (end.seconds, end.peak_rss_bytes) if end else (None, None)
     steps = f"{end.step:,} steps" if end else "written at the end of a run"
     yield Tile("Wall time", ABSENT if seconds is None else duration_text(seconds), steps)
@@ -318,34 +338,3 @@ def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tu
             yield from flatten_settings(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def decimal_text(value: float) -> str:
-    return f"{value:.4f}"
-
-
-def count_text(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def bytes_text(bytes_: float) -> str:
-    return scaled_text(bytes_, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
-
-
-def si_text(value: float) -> str:
-    return scaled_text(value, 1000, ("", "k", "M", "G", "T", "P", "E")).strip()
-
-
-def scaled_text(value: float, base: int, units: tuple[str, ...]) -> str:
-    power = 0
-    while value >= base and power < len(units) - 1:
-        value, power = value / base, power + 1
-    return f"{value:,.0f} {units[power]}" if power == 0 or value >= 100 else f"{value:.3g} {units[power]}"
-
-
-def duration_text(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

@@ -16,6 +16,8 @@ from shardwright.checkpoint.step_directories import list_checkpoints, read_manif
 from shardwright.errors import UserError, check_regular_file
 from shardwright.spec import files, table_checks
 from shardwright.spec.checks import raise_if_any
+from shardwright.spec.generated_text import GeneratedText
+from shardwright.spec.model_flops import ModelFlops
 from shardwright.spec.plan import Plan
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
@@ -39,6 +41,11 @@ METRIC_NAMES = (
     "samples_per_second",
     "seconds",
     "peak_rss_bytes",
+    "perplexity",
+    "bound_loss",
+    "tokens_per_second",
+    "mfu",
+    "mfu_full",
 )
 
 
@@ -59,6 +66,11 @@ class MetricsLine:
     samples_per_second: float | None = None
     seconds: float | None = None
     peak_rss_bytes: float | None = None
+    perplexity: float | None = None
+    bound_loss: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    mfu_full: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +129,8 @@ class RunRecord:
     checkpoints: tuple[tuple[str, Manifest | None], ...] = ()  # by name, oldest first; None: damaged
     publications: tuple[tuple[str, Manifest | None], ...] = ()  # the latest SHOWN_PUBLICATIONS
     machine_windows: tuple[MachineWindow, ...] = ()
+    model_flops: ModelFlops | None = None
+    generated_text: GeneratedText | None = None
 
 
 def read_record(path: Path) -> RunRecord:
@@ -143,6 +157,8 @@ def read_record(path: Path) -> RunRecord:
             for folder in list_checkpoints(path / "published")[-SHOWN_PUBLICATIONS:]
         ),
         machine_windows=tuple(read_machine_windows(path / "machine.jsonl")),
+        model_flops=read_if_exists(ModelFlops, path / "model_flops.json"),
+        generated_text=read_if_exists(GeneratedText, path / "generated.json"),
     )
 
 

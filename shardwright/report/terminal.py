@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +18,17 @@ from shardwright.report.units import time_text
 from shardwright.runtime.run.directory import resume_hint
 
 MAX_NO_WRAP_CHARACTERS = 40  # longer cells are wrapped
+LINE_METRICS = MappingProxyType(
+    {
+        "loss": "loss",
+        "bound_loss": "bound",
+        "perplexity": "perplexity",
+        "ne": "NE",
+        "bound_ne": "bound",
+        "auc": "AUC",
+        "grouped_auc": "GAUC",
+    }
+)
 
 
 class ProgressDisplay:
@@ -70,7 +82,7 @@ class ProgressDisplay:
         if line["kind"] == "progressive":
             return
         if line["kind"] == "train":
-            facts = [f"{line['samples_per_second']:,.0f} samples/s"]
+            facts = [format_speed(line["samples_per_second"], line)]
             facts += [f"NE {line['ne']:.4f}"] if "ne" in line else [f"loss {line['loss']:.4f}"]
             self._bar.update(self._task, facts="  ".join(facts))
             if self._is_terminal or time.monotonic() - self._last_print_time < self.SECONDS_BETWEEN_LINES:
@@ -81,12 +93,18 @@ class ProgressDisplay:
 
 def format_metrics_line(line: Mapping[str, Any]) -> str:
     parts = [f"step {line['step']:>6}", f"{line['kind']:<5}"]
-    for key, name in (("loss", "loss"), ("ne", "NE"), ("bound_ne", "bound"), ("auc", "AUC"), ("grouped_auc", "GAUC")):
-        if key in line:
-            parts.append(f"{name} {line[key]:.4f}")
+    parts += [f"{name} {line[key]:.4f}" for key, name in LINE_METRICS.items() if key in line]
     if "samples_per_second" in line:
-        parts.append(f"{line['samples_per_second']:,.0f} samples/s")
+        parts.append(format_speed(line["samples_per_second"], line))
     return "  ".join(parts)
+
+
+def format_speed(samples_per_second: float, rates: Mapping[str, float]) -> str:
+    """Samples per second; of a model of tokens, tokens per second, and the MFU if it is known."""
+    if "tokens_per_second" not in rates:
+        return f"{samples_per_second:,.0f} samples/s"
+    mfu = f"  MFU {rates['mfu']:.1%}" if "mfu" in rates else ""
+    return f"{rates['tokens_per_second']:,.0f} tokens/s{mfu}"
 
 
 def format_checkpoint_pauses(pauses: Sequence[float]) -> str:
@@ -95,7 +113,9 @@ def format_checkpoint_pauses(pauses: Sequence[float]) -> str:
     return f"{len(pauses)} checkpoint{'s' * (len(pauses) > 1)}; training waited {times}"
 
 
-def summary(evaluation: Mapping[str, Any], samples_per_second: float) -> str:
+def summary(
+    evaluation: Mapping[str, Any], samples_per_second: float, rates: Mapping[str, float] = MappingProxyType({})
+) -> str:
     parts = ["progressive"] if evaluation.get("kind") == "progressive" else []
     if "ne" in evaluation:
         bound = f" (best reachable {evaluation['bound_ne']:.4f})" if "bound_ne" in evaluation else ""
@@ -103,8 +123,11 @@ def summary(evaluation: Mapping[str, Any], samples_per_second: float) -> str:
     if "auc" in evaluation:
         parts.append(f"AUC {evaluation['auc']:.4f}")
     if "loss" in evaluation:
-        parts.append(f"loss {evaluation['loss']:.4f}")
-    return "  ".join((*parts, f"{samples_per_second:,.0f} samples/s"))
+        bound = f" (best reachable {evaluation['bound_loss']:.4f})" if "bound_loss" in evaluation else ""
+        parts.append(f"loss {evaluation['loss']:.4f}{bound}")
+    if "perplexity" in evaluation:
+        parts.append(f"perplexity {evaluation['perplexity']:.3f}")
+    return "  ".join((*parts, format_speed(samples_per_second, rates)))
 
 
 def rich_table(title: str, grid: Grid, max_rows: int = 0) -> Table:

@@ -1,4 +1,4 @@
-"""Choose units for times and bytes by their size, in text and on axes: never 3.39e-05 ms."""
+"""Format numbers with units chosen by their size, in text and on axes: never 3.39e-05 ms."""
 
 from collections.abc import Iterable
 
@@ -22,6 +22,37 @@ def axis_byte_unit(bytes_: Iterable[float]) -> tuple[str, float]:
     """Unit of an axis, chosen by its largest size, and the unit's number of bytes."""
     largest = max(bytes_, default=0.0)
     return next(((unit, size) for unit, size in BYTE_UNITS if largest >= size), BYTE_UNITS[-1])
+
+
+def decimal_text(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def count_text(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def bytes_text(bytes_: float) -> str:
+    return scaled_text(bytes_, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def si_text(value: float) -> str:
+    return scaled_text(value, 1000, ("", "k", "M", "G", "T", "P", "E")).strip()
+
+
+def scaled_text(value: float, base: int, units: tuple[str, ...]) -> str:
+    power = 0
+    while value >= base and power < len(units) - 1:
+        value, power = value / base, power + 1
+    return f"{value:,.0f} {units[power]}" if power == 0 or value >= 100 else f"{value:.3g} {units[power]}"
+
+
+def duration_text(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
 def _time_unit(seconds: float) -> tuple[str, float]:

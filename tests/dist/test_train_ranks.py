@@ -30,14 +30,14 @@ RUN = (
 )
 
 
-def train(folder, *args: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "shardwright.cli", "train", "synthetic-dlrm", *RUN, *args]
+def train(folder, *args: str, recipe: tuple[str, ...] = ("synthetic-dlrm", *RUN)) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "shardwright.cli", "train", *recipe, *args]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-def losses(folder, name: str) -> list[float]:
+def losses(folder, name: str, kind: str = "train") -> list[float]:
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [line["loss"] for line in map(json.loads, lines) if line["kind"] == "train"]
+    return [line["loss"] for line in map(json.loads, lines) if line["kind"] == kind]
 
 
 def test_runs_over_ranks_and_resumed_on_fewer_ranks_equal_one_process(tmp_path):
@@ -56,6 +56,26 @@ def test_runs_over_ranks_and_resumed_on_fewer_ranks_equal_one_process(tmp_path):
     refused = train(tmp_path, "run.name=two", "ranks=2")
     assert refused.returncode == 2 and "this run exists" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+def test_gpt_over_ranks_equals_one_process(tmp_path):
+    """Losses of training and evaluation, with targets masked unevenly, and the generated text."""
+    (tmp_path / "texts").mkdir()
+    for n in range(60):
+        (tmp_path / f"texts/{n:02d}.txt").write_text(f"{n} times {n} is {n * n}. " * (1 + n % 7))
+    size = ("data.length=32", "model.channels=16", "model.num_blocks=2", "model.num_heads=2", "model.hidden=32")
+    recipe = ("gpt", "data=texts", "data.mask_boundaries=true", *size, "train.batch_size=6", "train.steps=6")
+    recipe += ("train.log_every=2", "train.eval_every=0", "train.eval_samples=20", "train.checkpoint_every=0")
+    for args in (("run.name=one",), ("run.name=two", "ranks=2"), ("run.name=cut", "ranks=2", "plan.dense=FSDP")):
+        result = train(tmp_path, *args, recipe=recipe)
+        assert result.returncode == 0, result.stderr
+        assert "tokens/s" in result.stdout and "perplexity" in result.stdout
+    texts = [json.loads((tmp_path / f"runs/{name}/generated.json").read_text()) for name in ("one", "two", "cut")]
+    assert texts[0] == texts[1] == texts[2] and texts[0]["continuations"]
+    for name in ("two", "cut"):
+        assert json.loads((tmp_path / f"runs/{name}/model_flops.json").read_text())["num_ranks"] == 2
+        for kind in ("train", "eval"):
+            assert losses(tmp_path, name, kind) == pytest.approx(losses(tmp_path, "one", kind), abs=1e-5), (name, kind)
 
 
 def model_and_plan(world: int):

@@ -10,14 +10,16 @@ from torch.nn import functional
 
 from shardwright import config
 from shardwright.data.sources.synthetic import ClickStream
+from shardwright.data.tokens.grammar import Grammar
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
 from shardwright.layers.attention import Attention
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.interaction import Cross, CrossV2, DotInteraction, FactorizationMachine, FieldAttention
 from shardwright.layers.loss import BinaryLoss
+from shardwright.measure.describe import sparse_of
 from shardwright.models.autoint import AutoInt
-from shardwright.models.ctr import MODELS
+from shardwright.models.ctr import CTR_MODELS
 from shardwright.models.dcn import DCN
 from shardwright.models.deepfm import DeepFM
 from shardwright.models.dlrm import DLRM
@@ -97,9 +99,9 @@ SMALL_ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", CTR_MODELS)
 def test_every_model_trains_without_numeric_features(kind):
-    model = MODELS[kind](NoNumbers(), SGD(lr=0.1), **SMALL_ARGUMENTS[kind])
+    model = CTR_MODELS[kind](NoNumbers(), SGD(lr=0.1), **SMALL_ARGUMENTS[kind])
     samples = replace(batch(), dense=torch.zeros(16, 0))
     job = build(model, plan_for(model, samples), optimizer=lambda p: torch.optim.SGD(p, 0.1))
     first, second = (output.loss for output in job.run([samples, samples]))
@@ -109,9 +111,9 @@ def test_every_model_trains_without_numeric_features(kind):
 @pytest.mark.parametrize("kind", ["dlrm", "dlrm_moe", "dhen"])
 def test_numeric_features_need_a_bottom_mlp_of_the_tables_dim(kind):
     with pytest.raises(UserError, match=r"bottom=\[\] with 8 numeric features; give widths of its layers"):
-        MODELS[kind](ClickStream(), SGD(lr=0.1), **SMALL_ARGUMENTS[kind])
+        CTR_MODELS[kind](ClickStream(), SGD(lr=0.1), **SMALL_ARGUMENTS[kind])
     with pytest.raises(UserError, match=r"bottom MLP ends at 4 and the tables have dims \[8\]; all must be equal"):
-        MODELS[kind](NoNumbers(), SGD(lr=0.1), **SMALL_ARGUMENTS[kind] | {"bottom": [4]})
+        CTR_MODELS[kind](NoNumbers(), SGD(lr=0.1), **SMALL_ARGUMENTS[kind] | {"bottom": [4]})
 
 
 def test_gpt_is_causal_and_ties_its_head():
@@ -263,11 +265,11 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("num_dense", [4, 0])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CTR_MODELS)
 def test_every_model_trains_with_and_without_numeric_features(name, num_dense):
     """Built on the meta device, as recipes do; every parameter gets a gradient."""
     with torch.device("meta"):
-        model = MODELS[name](FeatureSource(num_dense), SGD(lr=0.1), **ARGUMENTS[name])
+        model = CTR_MODELS[name](FeatureSource(num_dense), SGD(lr=0.1), **ARGUMENTS[name])
     samples = batch()
     samples = samples if num_dense else replace(samples, dense=None)
     job = build(model, plan_for(model, samples), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
@@ -279,7 +281,8 @@ def test_every_model_trains_with_and_without_numeric_features(name, num_dense):
 @pytest.mark.parametrize("recipe", config.recipes())
 def test_every_recipe_builds_its_model(recipe):
     settings = config.load(recipe)
-    source = ClickStream() if settings.data.kind == "synthetic" else FeatureSource(13)
+    source = {"synthetic": ClickStream(), "tokens": Grammar()}.get(settings.data.kind, FeatureSource(13))
     model = make_model(settings, source)  # pyright: ignore[reportArgumentType]
-    assert model.sparse.optimizer is not None and not [p for p in model.parameters() if not p.is_meta]
+    assert (sparse_of(model) is None) == (settings.tables is None) and all(p.is_meta for p in model.parameters())
+    assert settings.tables is None or model.sparse.optimizer is not None
     make_dense_optimizer(settings)([nn.Parameter(torch.zeros(1))])

@@ -1,4 +1,4 @@
-"""Real click logs, if shared/data next to the repository has them; they are not part of the product."""
+"""Real click logs and texts, if shared/data next to the repository has them; they are not part of the product."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shardwright.data.logs.click_log import open_log
+from shardwright.data.tokens.sequences import open_tokens
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
@@ -33,6 +34,13 @@ def test_avazu(tmp_path):
     assert hours == 26
     clicks = [part.take(np.arange(part.size)).labels["click"].sum() for part in (source, source.evaluation())]
     assert round(sum(clicks) / 15_000, 4) == 0.1706
+
+
+def test_shakespeare(tmp_path):
+    source = open_tokens(path_or_skip("text/tinyshakespeare.txt.zst"), length=128, cache=str(tmp_path))
+    assert source.file.manifest.num_tokens == 1_115_395 and source.file.manifest.num_documents == 1
+    assert source.tokenizer.decode(source.take(np.arange(1)).values).startswith("First Citizen:\nBefore we proceed")
+    assert source.size + source.evaluation().size == 1_115_394 // 128
 
 
 def test_movielens(tmp_path):

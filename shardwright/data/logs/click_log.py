@@ -39,7 +39,7 @@ def open_log(
     if not path:
         raise UserError('key "data.path" is missing; set the path of the log, as in data=FILE')
     log, parsed_schema = _resolve_log(kind, Path(path), schema)
-    with _show_progress(path) as progress:
+    with show_progress(path) as progress:
         directory = convert(Path(path), log, parsed_schema, Path(cache), strict=strict, progress=progress)
     _warn_malformed(path, files.read(ConvertedLog, directory / "log.json"))
     return ClickLog(
@@ -51,7 +51,7 @@ def open_log(
 
 
 def guess_kind(path: str) -> str:
-    """Guess the kind of a log from its columns or file names."""
+    """Guess the kind of a log from its columns or file names; empty: none of the known ones."""
     if Path(path).is_dir() and any(Path(path, name).exists() for name in ("u.data", "u.data.zst", "ratings.csv")):
         return "movielens"
     if not os.path.exists(path):  # Path.exists raises for a name that is too long
@@ -62,7 +62,7 @@ def guess_kind(path: str) -> str:
             fields = line.split(schema.delimiter)
             if len(fields) == len(schema.columns) or not schema.columns and schema.label in fields:
                 return kind
-    raise UserError(f"{path}: not a known log format; describe its columns with schema=FILE.toml")
+    return ""
 
 
 def _resolve_log(kind: str, path: Path, schema: str) -> tuple[LogFile, Schema]:
@@ -97,7 +97,7 @@ def _warn_malformed(path: str, log: ConvertedLog) -> None:
 
 
 @contextmanager
-def _show_progress(path: str) -> Iterator[Any]:
+def show_progress(path: str) -> Iterator[Any]:
     """Show a progress bar on a terminal while a log is converted; nothing if it is already cached."""
     columns = (TextColumn(f"reading {Path(path).name}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True)

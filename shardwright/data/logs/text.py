@@ -35,7 +35,7 @@ class TextFile:
     def __init__(self, path: Path, schema: Schema) -> None:
         self._path, self._schema = path, schema
         self.files = [path]
-        first_block = next(_read_blocks(path))
+        first_block = next(read_blocks(path))
         if not first_block.strip():
             raise EmptyFile(f"{path}: the file is empty")
         self.columns = schema.columns or self._parse_header(first_block)
@@ -56,7 +56,7 @@ class TextFile:
             columns, TextFormat(schema.delimiter, schema.quoted, schema.separator, schema.positive), max_rows
         )
         rest, is_header_read = b"", bool(schema.columns)
-        for data in _read_blocks(self._path, progress):
+        for data in read_blocks(self._path, progress):
             if not is_header_read:
                 is_header_read, (_, _, data) = True, data.partition(b"\n")
                 parser.skip_line()
@@ -94,10 +94,10 @@ class TextFile:
 
 
 def read_first_line(path: Path) -> str:
-    return next(_read_blocks(path)).partition(b"\n")[0].decode("utf-8", "replace").rstrip("\r")
+    return next(read_blocks(path)).partition(b"\n")[0].decode("utf-8", "replace").rstrip("\r")
 
 
-def _read_blocks(path: Path, progress: Callable[[int], None] = lambda _: None) -> Iterator[bytes]:
+def read_blocks(path: Path, progress: Callable[[int], None] = lambda _: None) -> Iterator[bytes]:
     """Yield the decompressed text in blocks of BLOCK_BYTES, then an empty block; drop a byte order mark."""
     num_read, compression = 0, COMPRESSION.get(path.suffix)
     check_file_name(path)

@@ -162,6 +162,11 @@ class RunDirectory:
         if predicted is not None:
             files.write_text(predicted.to_chrome(), self.path / "predicted.json")
 
+    def write(self, name: str, value: object) -> None:
+        """Write a value of spec as a file of this directory."""
+        if self.is_writer:
+            files.write(value, self.path / name)
+
     def log(self, line: Mapping[str, Any]) -> None:
         """Append one line of metrics to metrics.jsonl, in a single write, and to the TensorBoard events."""
         if not self.is_writer:

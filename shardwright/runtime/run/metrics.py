@@ -7,7 +7,7 @@ computing.
 
 import math
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwright.errors import UserError
-from shardwright.jagged import select
+from shardwright.jagged import Batch, select
 from shardwright.runtime.outputs import Output
 
 NUM_BINS = 1 << 14
@@ -74,18 +74,26 @@ class WindowMetrics:
     left out of the grouped AUC.
     """
 
-    def __init__(self, label: str | None, group: str | None = None, shared_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        label: str | None,
+        group: str | None = None,
+        shared_ids: Sequence[int] = (),
+        weigh: Callable[[Batch], float] | None = None,
+    ) -> None:
+        """`weigh`: the weight of a batch's mean loss; default: its number of samples."""
         self.label = label
+        self.weigh = weigh or (lambda batch: float(batch.batch_size))
         self.group = group
         self.shared_ids = torch.tensor(shared_ids, dtype=torch.int64)
-        self._losses: list[tuple[Tensor, int]] = []
+        self._losses: list[tuple[Tensor, float]] = []  # of each batch, with its weight
         self._columns: dict[str, list[Tensor]] = {"logits": [], "labels": [], "weights": [], "groups": []}
 
     def update(self, output: Output) -> None:
         """Add the output of a batch; outputs without scores do not count."""
         if not output.has_scores:
             return
-        self._losses.append((output.loss, output.batch.batch_size))
+        self._losses.append((output.loss, self.weigh(output.batch)))
         if self.label is not None:
             self._columns["logits"].append(output.logits)
             self._columns["labels"].append(output.batch.labels[self.label])
@@ -95,24 +103,24 @@ class WindowMetrics:
                 self._columns["groups"].append(_single_ids(output, self.group))
 
     def columns(self) -> dict[str, Tensor | None]:
-        """One tensor of values by sample per column, None if empty; "losses" has (loss, batch size) by batch."""
-        losses = torch.tensor([(float(loss), size) for loss, size in self._losses], dtype=torch.float64)
+        """One tensor of values by sample per column, None if empty; "losses" has (loss, weight) by batch."""
+        losses = torch.tensor([(float(loss), weight) for loss, weight in self._losses], dtype=torch.float64)
         columns = {name: torch.cat(tensors).cpu() if tensors else None for name, tensors in self._columns.items()}
         return {"losses": losses.view(-1, 2), **columns}
 
     def from_columns(self, columns: Mapping[str, Tensor]) -> "WindowMetrics":
         """A window with this window's settings and the given columns, which may come from several windows."""
-        window = WindowMetrics(self.label, self.group, self.shared_ids.tolist())
-        window._losses = [(loss, int(size)) for loss, size in columns["losses"]]
+        window = WindowMetrics(self.label, self.group, self.shared_ids.tolist(), self.weigh)
+        window._losses = [(loss, float(weight)) for loss, weight in columns["losses"]]
         window._columns = {name: [columns[name]] if name in columns else [] for name in self._columns}
         return window
 
     def compute(self) -> dict[str, float]:
         """Metrics of the window by name; undefined ones are left out."""
-        samples = sum(size for _, size in self._losses)
-        if not samples:
+        total = sum(weight for _, weight in self._losses)
+        if not total:
             return {}
-        model_metrics = {"loss": sum(float(loss) * size for loss, size in self._losses) / samples}
+        model_metrics = {"loss": sum(float(loss) * weight for loss, weight in self._losses) / total}
         if self.label is None:
             return model_metrics
         _, logits, labels, weights, groups = self.columns().values()

@@ -18,10 +18,12 @@ from shardwright.data.logs.click_log import open_log
 from shardwright.data.sources.source import Source, Subset
 from shardwright.data.sources.stream import open_stream
 from shardwright.data.sources.synthetic import ClickStream
+from shardwright.data.tokens.grammar import Grammar
+from shardwright.data.tokens.sequences import TokenSequences, open_tokens
 from shardwright.errors import UserError, did_you_mean
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import check_contract, sparse_of
-from shardwright.models.ctr import MODELS
+from shardwright.models.names import MODELS
 from shardwright.runtime.dense_layout import DenseOptimizer
 from shardwright.spec.optimizer import sparse_optimizer
 
@@ -50,8 +52,20 @@ def evaluation_source(settings: Settings, source: Source, position: int) -> Subs
         )
     samples = held_out()
     if samples.size == 0:
-        raise UserError("no samples are held out to evaluate on: raise data.split.test, or set train.eval_samples=0")
+        key = "data.validation" if isinstance(source, TokenSequences) else "data.split.test"
+        raise UserError(f"no samples are held out to evaluate on: raise {key}, or set train.eval_samples=0")
     return Subset(samples, 0, size if samples.size is None else min(size, samples.size))
+
+
+def best_scores(held_out: Source, scores: Mapping[str, float]) -> dict[str, float]:
+    """The best reachable scores on held-out samples of a generated source; empty for other sources."""
+    if not isinstance(held_out, Subset):
+        return {}
+    if isinstance(held_out.source, ClickStream) and "ne" in scores:
+        return {"bound_ne": held_out.source.bound(held_out.lo, held_out.hi).ne}
+    if isinstance(held_out.source, Grammar):
+        return {"bound_loss": held_out.source.bound(held_out.lo, held_out.hi)}
+    return {}
 
 
 def test_source(source: Source) -> Source | None:
@@ -113,7 +127,12 @@ def make_dense_optimizer(settings: Settings) -> DenseOptimizer:
 
 LOG_KINDS = ("criteo", "avazu", "movielens", "log")
 SOURCES = MappingProxyType(
-    {"synthetic": ClickStream, "stream": open_stream, **{kind: partial(open_log, kind) for kind in LOG_KINDS}}
+    {
+        "synthetic": ClickStream,
+        "tokens": open_tokens,
+        "stream": open_stream,
+        **{kind: partial(open_log, kind) for kind in LOG_KINDS},
+    }
 )
 
 

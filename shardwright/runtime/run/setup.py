@@ -1,6 +1,7 @@
 """Set up a run before its first step: threads, mesh, start checkpoint, run directory, loader."""
 
 import itertools
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -24,7 +25,9 @@ from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.run import learning_rate, recipe
 from shardwright.runtime.run.directory import RunDirectory
 from shardwright.runtime.run.machine import Threads, choose_threads
+from shardwright.runtime.saving import ChangedRows, Saver
 from shardwright.spec.plan import Plan
+from shardwright.spec.table_checks import INCREMENT_DTYPES
 
 COLLECTIVE_TIMEOUT_SECONDS = 600.0  # longer than rank 0 needs to write a checkpoint
 NUM_COUNTED_BATCHES = 8  # batches in which the ids of tables with rows in load order are counted
@@ -78,6 +81,32 @@ def make_rank_loader(settings: Settings, source: Source, shard: tuple[int, int])
     loader = recipe.make_loader(settings, source, workers=workers, readers=readers, prefetch=data.prefetch, shard=shard)
     loader.meet()
     return loader
+
+
+def make_savers(
+    settings: Settings, directory: RunDirectory, rank_group: RankGroup, changes: ChangedRows
+) -> tuple[Saver, Saver, Saver]:
+    """The savers of a run: of checkpoints, of best states, and of publications."""
+    train = settings.train
+    increment_dtype = next((dtype for key, dtype in INCREMENT_DTYPES.items() if key in settings.allow), "")
+    checkpoints = Saver(
+        rank_group,
+        directory.checkpoints,
+        keep=train.keep_checkpoints,
+        increments=train.increments,
+        increment_dtype=increment_dtype,
+        changes=changes,
+    )
+    publications = Saver(
+        rank_group,
+        directory.published,
+        keep=train.keep_publications,
+        increments=sys.maxsize,
+        increment_dtype=increment_dtype,
+        changes=changes,
+        is_publication=True,
+    )
+    return checkpoints, Saver(rank_group, directory.best, keep=sys.maxsize), publications
 
 
 def start_notes(settings: Settings, source: Source, job: Job, previous_threads: int) -> Iterator[str]:

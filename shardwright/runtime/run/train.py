@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ from shardwright.comm.mesh import current_rank, host_topology
 from shardwright.config import Settings
 from shardwright.data.features.transforms import Transforms
 from shardwright.data.loading.loader import Loader
-from shardwright.data.sources.source import Source, Subset
-from shardwright.data.sources.synthetic import ClickStream
+from shardwright.data.sources.source import Source
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.kernels.matmul import library_in_use, preferred_library, use_library
 from shardwright.layers.loss import BinaryLoss
 from shardwright.planner.step.loop_cost import METRICS
 from shardwright.runtime import memory_check
+from shardwright.runtime.accumulation import loss_weight
 from shardwright.runtime.build import build
 from shardwright.runtime.dense_layout import mesh_for
 from shardwright.runtime.job import Job
@@ -37,22 +38,23 @@ from shardwright.runtime.planning import plan_run
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.run import learning_rate, metrics, recipe
 from shardwright.runtime.run.directory import RunDirectory, resume_hint
+from shardwright.runtime.run.generate_text import generate_text
 from shardwright.runtime.run.machine import MachineMeter
 from shardwright.runtime.run.setup import (
     COLLECTIVE_TIMEOUT_SECONDS,
     hottest_ids,
     load_start_checkpoint,
     make_rank_loader,
+    make_savers,
     open_directory,
     set_threads,
     start_notes,
 )
+from shardwright.runtime.run.token_meter import TokenMeter, describe_model_flops
 from shardwright.runtime.run.watcher import RunResult, SilentWatcher, Watcher
-from shardwright.runtime.saving import Saver
 from shardwright.spec import files
 from shardwright.spec.lanes import MAIN
 from shardwright.spec.plan import Stage
-from shardwright.spec.table_checks import INCREMENT_DTYPES
 
 METRICS_STAGE = Stage(METRICS, MAIN)  # the loop's work between two steps, traced with the job's stages
 
@@ -81,6 +83,7 @@ def train(settings: Settings, watcher: Watcher | None = None) -> RunResult:
         stack.enter_context(memory_check.explain_out_of_memory(workload))
         threads = set_threads(settings, stack)
         mesh = stack.enter_context(closing(mesh_for(plan, COLLECTIVE_TIMEOUT_SECONDS)))
+        flops = describe_model_flops(settings, source, model, plan, mesh)
         job = build(
             model,
             plan,
@@ -101,11 +104,14 @@ def train(settings: Settings, watcher: Watcher | None = None) -> RunResult:
         settings = settings.model_copy(update={"run": run, "train": train_settings})
         previous = directory.read_environment().get("threads", torch.get_num_threads())
         directory.write_description(settings, workload, plan, predicted, threads)
+        if flops is not None:
+            directory.write("model_flops.json", flops)
+        token_meter = TokenMeter(job.model.loss, getattr(source, "length", 0), flops)
         watcher = watcher or SilentWatcher()
         watcher.begin(directory.path)
         for note in (str(threads), *start_notes(settings, source, job, previous)):
             watcher.note(note)
-        return Trainer(settings, source, job, loader, directory, watcher).run()
+        return Trainer(settings, source, job, loader, directory, watcher, token_meter).run()
 
 
 class Trainer:
@@ -119,6 +125,7 @@ class Trainer:
         loader: Loader,
         directory: RunDirectory,
         watcher: Watcher,
+        token_meter: TokenMeter,
     ) -> None:
         self.settings = settings
         self.source = source
@@ -133,33 +140,16 @@ class Trainer:
         self.loader = loader
         self.directory = directory
         self.watcher = watcher
+        self.token_meter = token_meter
         self.label = job.model.loss.label if isinstance(job.model.loss, BinaryLoss) else None
         self.samples = 0  # trained on since the start of the run
         self.seconds = 0.0  # spent training since the start of the run
         self.evaluation: dict[str, Any] = {}
         self.progressive_evaluation: dict[str, Any] = {}  # the result if no samples are held out
         self.early_stopping = learning_rate.EarlyStopping(settings.train.patience)
-        keep = settings.train.keep_checkpoints
-        increment_dtype = next((dtype for key, dtype in INCREMENT_DTYPES.items() if key in settings.allow), "")
-        self.saver = Saver(
-            self.rank_group,
-            directory.checkpoints,
-            keep=keep,
-            increments=settings.train.increments,
-            increment_dtype=increment_dtype,
-            changes=job.changes,
-        )
-        self.best_saver = Saver(self.rank_group, directory.best, keep=sys.maxsize)
-        self.publisher = Saver(
-            self.rank_group,
-            directory.published,
-            keep=settings.train.keep_publications,
-            increments=sys.maxsize,
-            increment_dtype=increment_dtype,
-            changes=job.changes,
-            is_publication=True,
-        )
-        self.best_steps: deque[int] = deque(maxlen=keep + 1)  # best steps that the last checkpoints refer to
+        self.saver, self.best_saver, self.publisher = make_savers(settings, directory, self.rank_group, job.changes)
+        # best steps that the last checkpoints refer to
+        self.best_steps: deque[int] = deque(maxlen=settings.train.keep_checkpoints + 1)
         self.lifetime_metrics = metrics.LifetimeMetrics()  # of every batch, scored before training on it
         self.checkpoint_step = 0  # the step of the last checkpoint
         self.stop_request = StopRequest(self._report_timeout)
@@ -192,13 +182,16 @@ class Trainer:
                 "lower tables.lr, set clip, or keep these tables in bfloat16"
             )
         self._evaluate("test", recipe.test_source(self.source))
+        if (text := generate_text(self.job, self.source, self.settings.seed)) is not None:
+            self.directory.write("generated.json", text)
         seconds = self.seconds - start_seconds
         speed = (self.samples - start_samples) / seconds if seconds else 0.0
         line = {"kind": "end", "step": self.job.step, "samples": self.samples, "seconds": self.seconds}
-        line |= {"clamped_weights": clamped}
-        self.directory.log(line | {"samples_per_second": speed, "peak_rss_bytes": metrics.peak_rss_bytes()})
+        line |= {"clamped_weights": clamped, "samples_per_second": speed, "peak_rss_bytes": metrics.peak_rss_bytes()}
+        rates = self.token_meter.derive({"samples_per_second": speed})
+        self.directory.log(line | rates)
         evaluation, pauses = self.evaluation or self.progressive_evaluation, tuple(self.saver.pause_seconds)
-        return RunResult(self.directory.path, evaluation, speed, pauses, step=self.job.step)
+        return RunResult(self.directory.path, evaluation, speed, pauses, step=self.job.step, rates=rates)
 
     def _train(self) -> int:
         """Train to the last step, early stopping or a stop signal; return the signal's number, else 0."""
@@ -320,7 +313,8 @@ class Trainer:
 
     def _make_window(self) -> metrics.WindowMetrics:
         unknown_ids = getattr(self.source, "unknown_ids", ())
-        return metrics.WindowMetrics(self.label, self.settings.train.group or None, unknown_ids)
+        weigh = partial(loss_weight, self.job.model.loss) if self.label is None else None
+        return metrics.WindowMetrics(self.label, self.settings.train.group or None, unknown_ids, weigh)
 
     def _update_early_stopping(self) -> None:
         """With early stopping: save the state if the last evaluation is the best so far."""
@@ -335,6 +329,7 @@ class Trainer:
     def _log(self, kind: str, values: Mapping[str, float]) -> dict[str, Any]:
         """Append a line to metrics.jsonl and show it; a loss that is not finite is an error."""
         line = {"kind": kind, "step": self.job.step, "samples": self.samples, **values}
+        line |= self.token_meter.derive(values)
         if not math.isfinite(line.get("loss", 0.0)):
             raise UserError(f"step {self.job.step}: the loss is {line['loss']}; lower tables.lr or dense.lr")
         self.directory.log(line)
@@ -353,9 +348,7 @@ class Trainer:
                 window.update(output)
                 self.stop_request.restart_time_limit()
         values = self.rank_group.all_gather_window(window).compute()
-        if isinstance(held_out, Subset) and isinstance(held_out.source, ClickStream) and "ne" in values:
-            values["bound_ne"] = held_out.source.bound(held_out.lo, held_out.hi).ne
-        self.evaluation = self._log(kind, values)
+        self.evaluation = self._log(kind, values | recipe.best_scores(held_out, values))
 
     def _checkpoint(self) -> None:
         """Begin a checkpoint, delete best states that no kept checkpoint refers to, and write the trace."""

@@ -1,7 +1,7 @@
 """The interface for showing the progress of a run, and the result of a run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ class RunResult:
     pause_seconds: tuple[float, ...] = ()  # how long each checkpoint paused training
     stop_signal: int = 0  # the signal that stopped the run before its last step; 0: none
     step: int = 0  # the last step
+    rates: dict[str, float] = field(default_factory=dict)  # of a model of tokens: tokens_per_second, mfu, mfu_full
 
 
 class SilentWatcher:

@@ -1,0 +1,11 @@
+"""Models by the names that recipes use."""
+
+from collections.abc import Callable
+from types import MappingProxyType
+
+from torch import nn
+
+from shardwright.models.ctr import CTR_MODELS
+from shardwright.models.gpt import gpt
+
+MODELS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType({**CTR_MODELS, "gpt": gpt})
