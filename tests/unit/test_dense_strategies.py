@@ -14,6 +14,7 @@ from shardwright.planner.plan import make_plan
 from shardwright.planner.price import primitives
 from shardwright.planner.problem import PlacedTables, Precision, Problem
 from shardwright.planner.step import block_stages, block_tasks, simulate, tasks
+from shardwright.planner.step.rank_calls import expand_calls
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.workload import Block, Feature, FeatureStatistics, Table, Workload
 
@@ -312,7 +313,7 @@ def test_no_deadlock_with_tables_and_blocks_on_all_lanes():
             placement = dense_strategies.place_tables_first(replace(problem, expand_blocks=False), {}).placed
             assert isinstance(placement, PlacedTables)
             loads = tasks.rank_loads(problem, placement, [1.0])
-            calls = simulate.expand_calls(tasks.required_stages(problem, loads, "gradients"), 5)
+            calls = expand_calls(tasks.required_stages(problem, loads, "gradients"), 5)
             simulate.simulate_calls(calls, tasks.stage_tasks(problem, placement, loads), 8, blocking=False).verify()
 
 

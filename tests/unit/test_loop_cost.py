@@ -19,7 +19,8 @@ from shardwright.planner.price import primitives
 from shardwright.planner.step import block_tasks, simulate
 from shardwright.planner.step import tasks as steps
 from shardwright.planner.step.loop_cost import LoopCost
-from shardwright.planner.step.simulate import Task, expand_calls, simulate_calls
+from shardwright.planner.step.rank_calls import Task, expand_calls
+from shardwright.planner.step.simulate import simulate_calls
 from shardwright.report import step_times
 from shardwright.runtime.run import machine, measure_loop
 from shardwright.spec.optimizer import SGD

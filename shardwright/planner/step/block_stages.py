@@ -19,7 +19,7 @@ from shardwright.planner.memory.dense_model import needs_unshard
 from shardwright.planner.price import overheads, primitives
 from shardwright.planner.problem import Problem
 from shardwright.planner.step import block_tasks, traffic
-from shardwright.planner.step.simulate import Task
+from shardwright.planner.step.rank_calls import Task
 from shardwright.planner.step.stages import (
     BACKWARD_BODY,
     DENSE_BACKWARD_BODY,

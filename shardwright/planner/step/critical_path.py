@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from shardwright.planner.price import roofline
 from shardwright.planner.search import Candidate
 from shardwright.planner.step import tasks as steps
-from shardwright.planner.step.simulate import Task
+from shardwright.planner.step.rank_calls import Task
 from shardwright.spec.timeline import Event, Timeline
 
 MEMORY, MATMULS, OP_OVERHEAD = "memory", "products", "small calls of torch"

@@ -11,7 +11,7 @@ from shardwright.planner.price import overheads, primitives
 from shardwright.planner.problem import PlacedTables, Problem
 from shardwright.planner.step import block_stages, block_tasks, simulate, traffic
 from shardwright.planner.step.loop_cost import LoopCost
-from shardwright.planner.step.simulate import Task
+from shardwright.planner.step.rank_calls import Task, expand_calls
 from shardwright.planner.step.stages import IDS_AFTER, step_stages
 from shardwright.planner.tables.sharding import TableLoad
 from shardwright.spec.cluster import Device
@@ -348,7 +348,7 @@ def predict_timeline(
     loop_cost = loop_cost or LoopCost()
     stages = loop_cost.add_loop_stages(required_stages(problem, loads, ids_after))
     extra_lead = max(stage.lead for stage in stages) - TAIL_STEPS  # a loader worker runs ahead of all other stages
-    calls = simulate.expand_calls(stages, NUM_STEPS + 2 * extra_lead, micro_batches)
+    calls = expand_calls(stages, NUM_STEPS + 2 * extra_lead, micro_batches)
     tasks = stage_tasks(loop_cost.apply_measured_pace(problem), placed, loads) | loop_cost.loop_tasks(problem)
     return simulate.simulate_calls(calls, tasks, problem.cluster.num_ranks, blocking=blocking)
 
@@ -372,7 +372,7 @@ def predict_step(
     blocking, seconds = problem.cluster.device.kind == "cpu", dict[str, float]()
     choices = choices if problem.workload.tables else choices[:1]
     for after in choices:
-        calls = simulate.expand_calls(required_stages(problem, loads, after), NUM_STEPS)
+        calls = expand_calls(required_stages(problem, loads, after), NUM_STEPS)
         timeline = simulate.simulate_calls(calls, chosen, len(ranks), blocking=blocking)
         seconds[after] = counted_step_seconds(timeline)
     best = min(choices, key=seconds.__getitem__)

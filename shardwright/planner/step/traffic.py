@@ -14,7 +14,7 @@ from shardwright.planner.memory import dense_model
 from shardwright.planner.price import primitives
 from shardwright.planner.price.rounds import collective_rounds
 from shardwright.planner.problem import PlacedTables, Problem
-from shardwright.planner.step.simulate import Task
+from shardwright.planner.step.rank_calls import Task
 from shardwright.planner.tables.sharding import ShardUnit
 from shardwright.spec.wire import ID_BYTES, LENGTH_BYTES, ROW_ID_BYTES
 from shardwright.spec.workload import DTYPE_BYTES, Dtype
