@@ -20,7 +20,7 @@ from shardwright.planner.memory import budget, dense_model
 from shardwright.planner.pins import Pin
 from shardwright.planner.problem import REST_BLOCK, PlacedTables, Problem
 from shardwright.planner.search import Candidate
-from shardwright.planner.step import tasks
+from shardwright.planner.step import prediction, tasks
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Dense, Recompute, RecomputePolicy
 from shardwright.spec.workload import Block, Workload
@@ -147,7 +147,7 @@ def evaluate_strategy(
     problem = apply_strategy(base_problem, strategy)
     fast_id_shares = _fast_id_shares(problem, placed)
     loads = tasks.rank_loads(problem, placed, fast_id_shares or [1.0] * len(problem.table_loads))
-    seconds, _ = tasks.predict_step(problem, placed, loads, (ids_after,))
+    seconds, _ = prediction.predict_step(problem, placed, loads, (ids_after,))
     peak, offloaded = dense_model.peak_memory(problem), dense_model.offloaded_bytes(problem)
     free_bytes = budget.memory_budget(problem).free_bytes[0]
     return DenseCandidate(strategy, peak, offloaded, free_bytes, fast_id_shares is not None, seconds)

@@ -14,10 +14,10 @@ from shardwright.planner.price.roofline import ResourceUsage, bytes_by_level
 from shardwright.planner.problem import PlacedTables, Precision, Problem
 from shardwright.planner.reasons import exact_precision, list_reasons
 from shardwright.planner.search import Candidate
-from shardwright.planner.step import block_stages, tasks, traffic
+from shardwright.planner.step import block_stages, pipeline_step, tasks, traffic
 from shardwright.planner.tables.sharding import split_rows_by_order
 from shardwright.spec.cluster import Cluster
-from shardwright.spec.lanes import LANES
+from shardwright.spec.lanes import LANES, PIPELINE_LANES
 from shardwright.spec.plan import TABLE_DTYPES, ExchangeMode, Placement, Plan, Rect, TablePlan, Wire
 from shardwright.spec.workload import Dtype, Workload, state_dtype, table_weight_dtype
 
@@ -122,11 +122,16 @@ def _to_plan(candidate: Candidate, allow: Sequence[str], why: tuple[tuple[str, s
         workload_digest=problem.workload.digest(),
         cluster_digest=cluster.digest(),
         allow=tuple(allow),
-        axes=cluster.axes,
-        lanes=(*LANES, *block_stages.extra_lanes(problem)),
+        axes=problem.mesh_axes,
+        lanes=(
+            *LANES,
+            *(PIPELINE_LANES if problem.pipeline is not None else ()),
+            *block_stages.extra_lanes(problem),
+        ),
         tables=tuple(_to_table_plan(candidate, number) for number in range(len(problem.table_loads))),
         dense=replace(problem.dense, dtype=precision.matmuls, state=precision.moments),
         wire=Wire(precision.vectors, precision.gradients, precision.dense_gradients),
+        pipeline=problem.pipeline,
         stages=tasks.required_stages(problem, candidate.loads, candidate.ids_after),
         why=why,
     )
@@ -163,19 +168,30 @@ def table_seconds(candidate: Candidate, table_number: int) -> float:
 
 def slowest_stage_seconds(candidate: Candidate) -> dict[str, float]:
     """Seconds of each stage on its slowest rank."""
-    by_stage = tasks.stage_tasks(candidate.problem, candidate.placed, candidate.loads)
-    num = candidate.problem.cluster.num_ranks
+    problem, seconds = candidate.problem, dict[str, float]()
+    if problem.pipeline is not None:
+        for own in pipeline_step.pipeline_calls(problem, 1, one_replica=True):
+            for name, task in own.task_of.items():
+                seconds[name] = max(seconds.get(name, 0.0), task.seconds_on(0))
+        return seconds
+    by_stage = tasks.stage_tasks(problem, candidate.placed, candidate.loads)
+    num = problem.cluster.num_ranks
     return {name: max(task.seconds_on(rank) for rank in range(num)) for name, task in by_stage.items()}
 
 
 def resource_usage(candidate: Candidate) -> ResourceUsage:
     """The use of each resource in a step, on the rank or link that uses it most."""
     problem = candidate.problem
-    by_stage = tasks.stage_tasks(problem, candidate.placed, candidate.loads)
-    flops = sum(task.flops for task in by_stage.values())
+    if problem.pipeline is not None:
+        by_stage = pipeline_step.pipeline_calls(problem, 1, one_replica=True)
+        flops = max(sum(task.flops for task in own.tasks) for own in by_stage)
+        traffic_RR = pipeline_step.pipeline_traffic(problem)
+    else:
+        by_stage = tasks.stage_tasks(problem, candidate.placed, candidate.loads)
+        flops = sum(task.flops for task in by_stage.values())
+        traffic_RR = traffic.step_traffic(problem, candidate.placed)
     row_bytes = (3 * unit.read_bytes for unit in candidate.placed.units)  # lookup reads, update reads and writes
     rows_R = candidate.placed.sum_by_rank(row_bytes, problem.cluster.num_ranks, weight_by_lookups=True)
-    traffic_RR = traffic.step_traffic(problem, candidate.placed)
     return ResourceUsage(
         flops=flops,
         dtype=problem.precision.matmuls,

@@ -21,7 +21,7 @@ from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import describe, sparse_of
 from shardwright.measure.device import has_fast_bf16_matmul
 from shardwright.planner.plan import PlanningResult, make_plan
-from shardwright.planner.step import tasks
+from shardwright.planner.step import prediction
 from shardwright.planner.step.loop_cost import LoopCost
 from shardwright.planner.step.stages import NO_BODIES, ONE_RANK, ONE_RANK_GPU, step_stages
 from shardwright.runtime.launch import launcher
@@ -114,7 +114,9 @@ def plan_over_ranks(
     result = PlanRequest(workload, cluster, 0, tuple(allow), settings).make_plan()
     plan = replace(result.plan, why=(*(() if settings.cluster else (UNMEASURED_REASON,)), *result.plan.why))
     best, loop_cost = result.candidate, measure(plan) if measure else None
-    return plan, tasks.predict_timeline(best.problem, best.placed, best.loads, best.ids_after, loop_cost, micro_batches)
+    return plan, prediction.predict_timeline(
+        best.problem, best.placed, best.loads, best.ids_after, loop_cost, micro_batches
+    )
 
 
 def plan_run(

@@ -69,6 +69,15 @@ class AxisGroups:
         return tuple(level.name for level in self.levels)
 
     @property
+    def by_level(self) -> "list[AxisGroups]":
+        """The groups along the axes of each level that these groups span, innermost first."""
+        axes_by_level = (
+            tuple(axis.name for axis in self.axes if axis.level == level.name and axis.name in self.names)
+            for level in self.levels
+        )
+        return [replace(self, names=names) for names in axes_by_level]
+
+    @property
     def spans_whole_levels(self) -> bool:
         """Whether the groups are those of the levels, which are measured."""
         return not self.within and all(level in self.cluster.levels for level in self.levels)
