@@ -35,7 +35,7 @@ class Precision:
         return DTYPE_BYTES[self.vectors] + DTYPE_BYTES[self.gradients]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
     """A workload at a global batch size on a cluster, in a precision.
 
@@ -110,22 +110,22 @@ class Problem:
     def mesh_axes(self) -> tuple[Axis, ...]:
         return self.axes or self.cluster.axes
 
-    @property
+    @cached_property
     def all_ranks(self) -> AxisGroups:
         """All ranks as one group."""
         return AxisGroups(self.cluster, self.mesh_axes, tuple(axis.name for axis in self.mesh_axes))
 
-    @property
+    @cached_property
     def sample_groups(self) -> AxisGroups:
         """The groups of ranks with different samples, which hold replicas or shards of the same dense parameters."""
         return self._groups(axis.name for axis in self.mesh_axes if axis.role in SAMPLE_ROLES)
 
-    @property
+    @cached_property
     def shard_groups(self) -> AxisGroups:
         """The groups of ranks that share the dense weights."""
         return self._groups(self.dense.shard)
 
-    @property
+    @cached_property
     def replica_groups(self) -> AxisGroups:
         """The groups of ranks with replicas of sharded weights (HSDP)."""
         return self._groups(name for name in self.sample_groups.names if name not in self.dense.shard)
@@ -133,7 +133,7 @@ class Problem:
     def _groups(self, names: Iterable[str]) -> AxisGroups:
         return AxisGroups(self.cluster, self.mesh_axes, tuple(names), self.chunk_ranks)
 
-    @property
+    @cached_property
     def local_batch_size(self) -> float:
         """Samples of a rank in one micro-batch."""
         return self.batch_size / self.sample_groups.size / self.micro_batches

@@ -9,6 +9,7 @@ Shape legend: G groups, N ranks of a group.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -33,7 +34,7 @@ class Link(NamedTuple):
     direction: str = ""  # "out" or "in"; empty: both directions share the link's bandwidth
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AxisGroups:
     """The groups of ranks that differ only along some of a plan's axes.
 
@@ -45,12 +46,12 @@ class AxisGroups:
     names: tuple[str, ...]  # of the axes along which a group's ranks differ
     within: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The number of ranks of a group."""
         return num_ranks(axis for axis in self.axes if axis.name in self.names)
 
-    @property
+    @cached_property
     def levels(self) -> tuple[Level, ...]:
         """The levels that a group spans, innermost first; `num` is the number of their members in the group."""
         nums = {
@@ -64,7 +65,7 @@ class AxisGroups:
             if level.name in named and (nums[level.name] > 1 or level.num == 1)
         )
 
-    @property
+    @cached_property
     def level_names(self) -> tuple[str, ...]:
         return tuple(level.name for level in self.levels)
 
@@ -77,7 +78,7 @@ class AxisGroups:
         )
         return [replace(self, names=names) for names in axes_by_level]
 
-    @property
+    @cached_property
     def spans_whole_levels(self) -> bool:
         """Whether the groups are those of the levels, which are measured."""
         return not self.within and all(level in self.cluster.levels for level in self.levels)
