@@ -90,7 +90,7 @@ def all_strategies(workload: Workload, cluster: Cluster) -> tuple[DenseStrategy,
     axes = [*_mesh_axes(cluster)][: None if movable else 1]
     for num_levels, (name, replicate, shard) in enumerate(axes):
         for policy in (None, "products", "nothing"):
-            recompute = tuple(_recompute_blocks(workload, policy))
+            recompute = tuple(recompute_blocks(workload, policy))
             for offload in dict.fromkeys(offloads) if recompute or policy is None else ():
                 words = [name, *([RECOMPUTE_GRANULARITY[policy]] if policy else []), *(["offload"] if offload else [])]
                 dense = Dense(replicate, shard, recompute, offload)
@@ -297,7 +297,7 @@ def _mesh_axes(cluster: Cluster) -> Iterator[tuple[str, tuple[str, ...], tuple[s
         yield "FSDP", (), names
 
 
-def _recompute_blocks(workload: Workload, policy: RecomputePolicy | None) -> Iterator[Recompute]:
+def recompute_blocks(workload: Workload, policy: RecomputePolicy | None) -> Iterator[Recompute]:
     """The blocks that are known to save fewer activations under this policy."""
     for block in workload.blocks if policy else ():
         products = block.product_bytes if policy == "products" else 0

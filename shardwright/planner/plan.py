@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
 from shardwright.errors import UserError, did_you_mean
-from shardwright.planner import dense_strategies, search
+from shardwright.planner import dense_strategies, pipelines, search
 from shardwright.planner.pins import Pin, parse_pin
+from shardwright.planner.pipelines import PipelineRequest
 from shardwright.planner.price.roofline import ResourceUsage, bytes_by_level
 from shardwright.planner.problem import PlacedTables, Precision, Problem
 from shardwright.planner.reasons import exact_precision, list_reasons
@@ -45,11 +46,13 @@ def make_plan(
     pins: Mapping[str, str] | None = None,
     dense_strategy: str = "",
     torchrec: bool = False,
+    pipeline: PipelineRequest | None = None,
 ) -> PlanningResult:
     """Plan a recommendation model.
 
     `batch_size`: global batch size; 0: the workload's. `dense_strategy`: the only parallelism strategy of the dense
-    model to consider; empty: all. `torchrec`: plan within TorchRec's limits (`Problem`).
+    model to consider; empty: all. `torchrec`: plan within TorchRec's limits (`Problem`). `pipeline`: what the user pins
+    of a pipeline.
     """
     parsed_pins = {name: parse_pin(text) for name, text in (pins or {}).items()}
     names = [table.name for table in workload.tables]
@@ -64,10 +67,33 @@ def make_plan(
         return replace(problem, dense_strategy=dense_strategy)
 
     exact = exact_precision(workload)
-    first = _choose_precision(define_problem, exact, lowest_precision(allow, cluster, exact), parsed_pins)
-    best, strategies = dense_strategies.choose_strategy(first, parsed_pins)
-    why = tuple(list_reasons(best, parsed_pins, strategies, search.with_replicas(best, parsed_pins)))
+    lowest, pipeline = lowest_precision(allow, cluster, exact), pipeline or PipelineRequest()
+    pipelines.check_request(define_problem(exact), pipeline)
+    best, strategies, shortage = _plan_without_pipeline(define_problem, exact, lowest, parsed_pins)
+    problem, reason = define_problem(lowest if best is None else best.problem.precision), ""
+    if pipelines.is_proposed(problem, best, pipeline):
+        rival = pipelines.best_pipeline(problem, pipeline)
+        if rival is None and pipeline.num_ranks:
+            raise UserError(pipelines.describe_overflow(problem, pipeline))
+        if rival is not None:
+            reason = pipelines.describe_pipeline(rival, best, pipeline)
+            if pipeline.num_ranks or pipelines.is_better(rival, best):
+                best, strategies = rival.candidate, ()
+    if best is None:
+        raise shortage
+    why = tuple(list_reasons(best, parsed_pins, strategies, search.with_replicas(best, parsed_pins), reason))
     return PlanningResult(_to_plan(best, allow, why), best, strategies)
+
+
+def _plan_without_pipeline(
+    define_problem: Callable[[Precision], Problem], exact: Precision, lowest: Precision, pins: Mapping[str, Pin]
+) -> tuple[Candidate | None, tuple[dense_strategies.DenseCandidate, ...], UserError]:
+    """The best candidate and all strategies of its dense model; None and the reason if the model does not fit."""
+    try:
+        first = _choose_precision(define_problem, exact, lowest, pins)
+        return *dense_strategies.choose_strategy(first, pins), UserError("")
+    except UserError as shortage:
+        return None, (), shortage
 
 
 def _choose_precision(

@@ -20,6 +20,7 @@ from shardwright.jagged import Batch, check_batch
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import describe, sparse_of
 from shardwright.measure.device import has_fast_bf16_matmul
+from shardwright.planner.pipelines import PipelineRequest
 from shardwright.planner.plan import PlanningResult, make_plan
 from shardwright.planner.step import prediction
 from shardwright.planner.step.loop_cost import LoopCost
@@ -59,6 +60,7 @@ class PlanRequest:
             pins=self.settings.pins,
             dense_strategy=self.settings.dense,
             torchrec=torchrec,
+            pipeline=PipelineRequest(self.settings.pipeline, self.settings.micro_batches),
         )
 
 
@@ -137,7 +139,7 @@ def plan_run(
         plan, predicted = plan_over_ranks(
             workload, settings.allow, settings.plan, cluster_shape, measure, settings.train.accumulate
         )
-    elif refused := [key for key in ("pins", "cluster", "dense") if getattr(settings.plan, key)]:
+    elif refused := [key for key in PlanSettings.model_fields if getattr(settings.plan, key)]:
         raise UserError(f"plan.{refused[0]} is for several ranks; set ranks=2 or more, or drop it")
     else:
         plan = plan_single_process(model, workload, settings.allow)
