@@ -28,7 +28,7 @@ from shardwright.planner.memory import budget
 from shardwright.planner.price import roofline
 from shardwright.planner.problem import PlacedTables, Precision, Problem
 from shardwright.planner.search import Candidate, Proposal
-from shardwright.planner.step import tasks
+from shardwright.planner.step import prediction
 from shardwright.planner.tables import balance
 from shardwright.planner.tables.balance import Items, imbalance
 from shardwright.planner.tables.schemes import enumerate_shardings
@@ -234,8 +234,8 @@ def predict_as_published(candidate: Candidate | None, ids_after: str = "vectors"
     """Predict a placement with the next batch's ids sent after stage `ids_after` of this batch."""
     if candidate is None:
         raise UserError("a placement does not fit")
-    timeline = tasks.predict_timeline(candidate.problem, candidate.placed, candidate.loads, ids_after)
-    return replace(candidate, seconds=tasks.counted_step_seconds(timeline), ids_after=ids_after)
+    timeline = prediction.predict_timeline(candidate.problem, candidate.placed, candidate.loads, ids_after)
+    return replace(candidate, seconds=prediction.counted_step_seconds(timeline), ids_after=ids_after)
 
 
 def fit_rate_share(workload: Workload) -> float:

@@ -117,6 +117,10 @@ class PlanSettings(Section):
     dense: str = Field(
         "", description='parallelism strategy of the dense model: "HSDP", "FSDP + full", ...; empty: fastest that fits'
     )
+    pipeline: int = Field(default=0, ge=0, description="ranks of a pipeline; 1: no pipeline; 0: the planner chooses")
+    micro_batches: int = Field(
+        default=0, ge=0, description="micro-batches of a pipeline's step; 0: the planner chooses"
+    )
 
 
 class Settings(Section):

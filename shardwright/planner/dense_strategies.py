@@ -20,7 +20,7 @@ from shardwright.planner.memory import budget, dense_model
 from shardwright.planner.pins import Pin
 from shardwright.planner.problem import REST_BLOCK, PlacedTables, Problem
 from shardwright.planner.search import Candidate
-from shardwright.planner.step import tasks
+from shardwright.planner.step import prediction, tasks
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Dense, Recompute, RecomputePolicy
 from shardwright.spec.workload import Block, Workload
@@ -90,7 +90,7 @@ def all_strategies(workload: Workload, cluster: Cluster) -> tuple[DenseStrategy,
     axes = [*_mesh_axes(cluster)][: None if movable else 1]
     for num_levels, (name, replicate, shard) in enumerate(axes):
         for policy in (None, "products", "nothing"):
-            recompute = tuple(_recompute_blocks(workload, policy))
+            recompute = tuple(recompute_blocks(workload, policy))
             for offload in dict.fromkeys(offloads) if recompute or policy is None else ():
                 words = [name, *([RECOMPUTE_GRANULARITY[policy]] if policy else []), *(["offload"] if offload else [])]
                 dense = Dense(replicate, shard, recompute, offload)
@@ -147,7 +147,7 @@ def evaluate_strategy(
     problem = apply_strategy(base_problem, strategy)
     fast_id_shares = _fast_id_shares(problem, placed)
     loads = tasks.rank_loads(problem, placed, fast_id_shares or [1.0] * len(problem.table_loads))
-    seconds, _ = tasks.predict_step(problem, placed, loads, (ids_after,))
+    seconds, _ = prediction.predict_step(problem, placed, loads, (ids_after,))
     peak, offloaded = dense_model.peak_memory(problem), dense_model.offloaded_bytes(problem)
     free_bytes = budget.memory_budget(problem).free_bytes[0]
     return DenseCandidate(strategy, peak, offloaded, free_bytes, fast_id_shares is not None, seconds)
@@ -297,7 +297,7 @@ def _mesh_axes(cluster: Cluster) -> Iterator[tuple[str, tuple[str, ...], tuple[s
         yield "FSDP", (), names
 
 
-def _recompute_blocks(workload: Workload, policy: RecomputePolicy | None) -> Iterator[Recompute]:
+def recompute_blocks(workload: Workload, policy: RecomputePolicy | None) -> Iterator[Recompute]:
     """The blocks that are known to save fewer activations under this policy."""
     for block in workload.blocks if policy else ():
         products = block.product_bytes if policy == "products" else 0

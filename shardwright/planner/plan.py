@@ -8,16 +8,17 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
 from shardwright.errors import UserError, did_you_mean
-from shardwright.planner import dense_strategies, search
+from shardwright.planner import dense_strategies, pipelines, search
 from shardwright.planner.pins import Pin, parse_pin
+from shardwright.planner.pipelines import PipelineRequest
 from shardwright.planner.price.roofline import ResourceUsage, bytes_by_level
 from shardwright.planner.problem import PlacedTables, Precision, Problem
 from shardwright.planner.reasons import exact_precision, list_reasons
 from shardwright.planner.search import Candidate
-from shardwright.planner.step import block_stages, tasks, traffic
+from shardwright.planner.step import block_stages, pipeline_step, tasks, traffic
 from shardwright.planner.tables.sharding import split_rows_by_order
 from shardwright.spec.cluster import Cluster
-from shardwright.spec.lanes import LANES
+from shardwright.spec.lanes import LANES, PIPELINE_LANES
 from shardwright.spec.plan import TABLE_DTYPES, ExchangeMode, Placement, Plan, Rect, TablePlan, Wire
 from shardwright.spec.workload import Dtype, Workload, state_dtype, table_weight_dtype
 
@@ -45,11 +46,13 @@ def make_plan(
     pins: Mapping[str, str] | None = None,
     dense_strategy: str = "",
     torchrec: bool = False,
+    pipeline: PipelineRequest | None = None,
 ) -> PlanningResult:
     """Plan a recommendation model.
 
     `batch_size`: global batch size; 0: the workload's. `dense_strategy`: the only parallelism strategy of the dense
-    model to consider; empty: all. `torchrec`: plan within TorchRec's limits (`Problem`).
+    model to consider; empty: all. `torchrec`: plan within TorchRec's limits (`Problem`). `pipeline`: what the user pins
+    of a pipeline.
     """
     parsed_pins = {name: parse_pin(text) for name, text in (pins or {}).items()}
     names = [table.name for table in workload.tables]
@@ -64,10 +67,33 @@ def make_plan(
         return replace(problem, dense_strategy=dense_strategy)
 
     exact = exact_precision(workload)
-    first = _choose_precision(define_problem, exact, lowest_precision(allow, cluster, exact), parsed_pins)
-    best, strategies = dense_strategies.choose_strategy(first, parsed_pins)
-    why = tuple(list_reasons(best, parsed_pins, strategies, search.with_replicas(best, parsed_pins)))
+    lowest, pipeline = lowest_precision(allow, cluster, exact), pipeline or PipelineRequest()
+    pipelines.check_request(define_problem(exact), pipeline)
+    best, strategies, shortage = _plan_without_pipeline(define_problem, exact, lowest, parsed_pins)
+    problem, reason = define_problem(lowest if best is None else best.problem.precision), ""
+    if pipelines.is_proposed(problem, best, pipeline):
+        rival = pipelines.best_pipeline(problem, pipeline)
+        if rival is None and pipeline.num_ranks:
+            raise UserError(pipelines.describe_overflow(problem, pipeline))
+        if rival is not None:
+            reason = pipelines.describe_pipeline(rival, best, pipeline)
+            if pipeline.num_ranks or pipelines.is_better(rival, best):
+                best, strategies = rival.candidate, ()
+    if best is None:
+        raise shortage
+    why = tuple(list_reasons(best, parsed_pins, strategies, search.with_replicas(best, parsed_pins), reason))
     return PlanningResult(_to_plan(best, allow, why), best, strategies)
+
+
+def _plan_without_pipeline(
+    define_problem: Callable[[Precision], Problem], exact: Precision, lowest: Precision, pins: Mapping[str, Pin]
+) -> tuple[Candidate | None, tuple[dense_strategies.DenseCandidate, ...], UserError]:
+    """The best candidate and all strategies of its dense model; None and the reason if the model does not fit."""
+    try:
+        first = _choose_precision(define_problem, exact, lowest, pins)
+        return *dense_strategies.choose_strategy(first, pins), UserError("")
+    except UserError as shortage:
+        return None, (), shortage
 
 
 def _choose_precision(
@@ -122,11 +148,16 @@ def _to_plan(candidate: Candidate, allow: Sequence[str], why: tuple[tuple[str, s
         workload_digest=problem.workload.digest(),
         cluster_digest=cluster.digest(),
         allow=tuple(allow),
-        axes=cluster.axes,
-        lanes=(*LANES, *block_stages.extra_lanes(problem)),
+        axes=problem.mesh_axes,
+        lanes=(
+            *LANES,
+            *(PIPELINE_LANES if problem.pipeline is not None else ()),
+            *block_stages.extra_lanes(problem),
+        ),
         tables=tuple(_to_table_plan(candidate, number) for number in range(len(problem.table_loads))),
         dense=replace(problem.dense, dtype=precision.matmuls, state=precision.moments),
         wire=Wire(precision.vectors, precision.gradients, precision.dense_gradients),
+        pipeline=problem.pipeline,
         stages=tasks.required_stages(problem, candidate.loads, candidate.ids_after),
         why=why,
     )
@@ -163,19 +194,30 @@ def table_seconds(candidate: Candidate, table_number: int) -> float:
 
 def slowest_stage_seconds(candidate: Candidate) -> dict[str, float]:
     """Seconds of each stage on its slowest rank."""
-    by_stage = tasks.stage_tasks(candidate.problem, candidate.placed, candidate.loads)
-    num = candidate.problem.cluster.num_ranks
+    problem, seconds = candidate.problem, dict[str, float]()
+    if problem.pipeline is not None:
+        for own in pipeline_step.pipeline_calls(problem, 1, one_replica=True):
+            for name, task in own.task_of.items():
+                seconds[name] = max(seconds.get(name, 0.0), task.seconds_on(0))
+        return seconds
+    by_stage = tasks.stage_tasks(problem, candidate.placed, candidate.loads)
+    num = problem.cluster.num_ranks
     return {name: max(task.seconds_on(rank) for rank in range(num)) for name, task in by_stage.items()}
 
 
 def resource_usage(candidate: Candidate) -> ResourceUsage:
     """The use of each resource in a step, on the rank or link that uses it most."""
     problem = candidate.problem
-    by_stage = tasks.stage_tasks(problem, candidate.placed, candidate.loads)
-    flops = sum(task.flops for task in by_stage.values())
+    if problem.pipeline is not None:
+        by_stage = pipeline_step.pipeline_calls(problem, 1, one_replica=True)
+        flops = max(sum(task.flops for task in own.tasks) for own in by_stage)
+        traffic_RR = pipeline_step.pipeline_traffic(problem)
+    else:
+        by_stage = tasks.stage_tasks(problem, candidate.placed, candidate.loads)
+        flops = sum(task.flops for task in by_stage.values())
+        traffic_RR = traffic.step_traffic(problem, candidate.placed)
     row_bytes = (3 * unit.read_bytes for unit in candidate.placed.units)  # lookup reads, update reads and writes
     rows_R = candidate.placed.sum_by_rank(row_bytes, problem.cluster.num_ranks, weight_by_lookups=True)
-    traffic_RR = traffic.step_traffic(problem, candidate.placed)
     return ResourceUsage(
         flops=flops,
         dtype=problem.precision.matmuls,

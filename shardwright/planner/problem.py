@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from math import prod
 
 import numpy as np
 
+from shardwright.planner.price.axis_groups import AxisGroups
 from shardwright.planner.tables.sharding import Sharding, ShardUnit, TableLoad
-from shardwright.spec.axes import axis_name
+from shardwright.spec.axes import SAMPLE_ROLES, Axis
 from shardwright.spec.cluster import Cluster, Level
-from shardwright.spec.plan import Dense, widest_dtype
+from shardwright.spec.plan import Dense, Pipeline, widest_dtype
 from shardwright.spec.workload import DTYPE_BYTES, Block, Dtype, Workload
 
 REST_BLOCK = "rest"  # the parameters of a described model that are in no block: always replicated, never recomputed
@@ -35,7 +35,7 @@ class Precision:
         return DTYPE_BYTES[self.vectors] + DTYPE_BYTES[self.gradients]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
     """A workload at a global batch size on a cluster, in a precision.
 
@@ -44,7 +44,9 @@ class Problem:
     parallelism strategy to consider, if one is set. `expand_blocks`: simulate each block, not only all blocks that need
     no vectors (bottom) and all others (top). `torchrec`: plan within TorchRec's limits, which exchanges vectors (never
     deduplicated rows), splits rows evenly by id, and has no replicas per host. `bottom_pace`, `top_pace`: measured over
-    predicted seconds of these blocks, forward and backward.
+    predicted seconds of these blocks, forward and backward. `axes`: of the mesh; empty: those of the cluster.
+    `micro_batches`: equal parts of a local batch, one of which the prices are for. `chunk_ranks`: if this is a chunk of
+    a pipeline, the ranks that have it.
     """
 
     workload: Workload
@@ -59,6 +61,10 @@ class Problem:
     torchrec: bool = False
     bottom_pace: tuple[float, float] = (1.0, 1.0)
     top_pace: tuple[float, float] = (1.0, 1.0)
+    axes: tuple[Axis, ...] = ()
+    pipeline: Pipeline | None = None
+    micro_batches: int = 1
+    chunk_ranks: tuple[int, ...] = ()
 
     def table_load(self, table_number: int, sharding: Sharding) -> TableLoad:
         return (self.row_exchange_loads if sharding.row_exchange else self.table_loads)[table_number]
@@ -101,8 +107,36 @@ class Problem:
         return DTYPE_BYTES[self.precision.moments] / DTYPE_BYTES[widest_dtype(self.workload.tables)]
 
     @property
+    def mesh_axes(self) -> tuple[Axis, ...]:
+        return self.axes or self.cluster.axes
+
+    @cached_property
+    def all_ranks(self) -> AxisGroups:
+        """All ranks as one group."""
+        return AxisGroups(self.cluster, self.mesh_axes, tuple(axis.name for axis in self.mesh_axes))
+
+    @cached_property
+    def sample_groups(self) -> AxisGroups:
+        """The groups of ranks with different samples, which hold replicas or shards of the same dense parameters."""
+        return self._groups(axis.name for axis in self.mesh_axes if axis.role in SAMPLE_ROLES)
+
+    @cached_property
+    def shard_groups(self) -> AxisGroups:
+        """The groups of ranks that share the dense weights."""
+        return self._groups(self.dense.shard)
+
+    @cached_property
+    def replica_groups(self) -> AxisGroups:
+        """The groups of ranks with replicas of sharded weights (HSDP)."""
+        return self._groups(name for name in self.sample_groups.names if name not in self.dense.shard)
+
+    def _groups(self, names: Iterable[str]) -> AxisGroups:
+        return AxisGroups(self.cluster, self.mesh_axes, tuple(names), self.chunk_ranks)
+
+    @cached_property
     def local_batch_size(self) -> float:
-        return self.batch_size / self.cluster.num_ranks
+        """Samples of a rank in one micro-batch."""
+        return self.batch_size / self.sample_groups.size / self.micro_batches
 
     @property
     def local_batch_share(self) -> float:
@@ -112,11 +146,11 @@ class Problem:
     @property
     def shard_levels(self) -> tuple[Level, ...]:
         """The levels whose ranks share the dense weights, innermost first."""
-        return tuple(level for level in self.cluster.levels if axis_name("data", level.name) in self.dense.shard)
+        return self.shard_groups.levels
 
     def num_shards(self, block: Block) -> int:
         """The number of shards of a block's weights."""
-        return 1 if block.name == REST_BLOCK else prod(level.num for level in self.shard_levels)
+        return 1 if block.name == REST_BLOCK else self.shard_groups.size
 
     @property
     def level_names(self) -> tuple[str, ...]:

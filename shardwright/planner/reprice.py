@@ -6,10 +6,12 @@ from itertools import chain
 
 from shardwright.errors import UserError
 from shardwright.planner import search
+from shardwright.planner.chunks import check_blocks
 from shardwright.planner.memory import budget
+from shardwright.planner.price.axis_groups import check_axes
 from shardwright.planner.problem import PlacedTables, PlacedUnit, Precision, Problem
 from shardwright.planner.search import Candidate
-from shardwright.planner.step import stages, tasks
+from shardwright.planner.step import prediction, stages, tasks
 from shardwright.planner.tables import sharding
 from shardwright.planner.tables.sharding import Sharding
 from shardwright.spec.axes import axes_text
@@ -40,6 +42,10 @@ def reprice_plan(problem: Problem, plan: Plan) -> Candidate:
         dense=plan.dense,
         expand_blocks=True,
     )
+    if plan.pipeline is not None:
+        check_axes(problem.cluster, plan.axes)
+        check_blocks(problem.workload, plan.pipeline)
+        problem = replace(problem, axes=plan.axes, pipeline=plan.pipeline)
     number_of = {load.table.name: number for number, load in enumerate(vector_loads)}
     placements: list[PlacedUnit] = []
     data_parallel: list[int] = []
@@ -65,7 +71,7 @@ def reprice_plan(problem: Problem, plan: Plan) -> Candidate:
         loads,
         fast_id_shares,
         tuple(by_number[number].placement.tiers for number in sorted(by_number)),
-        *tasks.predict_step(problem, placed, loads, matching or tuple(stages.IDS_AFTER)),
+        *prediction.predict_step(problem, placed, loads, matching or tuple(stages.IDS_AFTER)),
     )
 
 

@@ -18,7 +18,7 @@ from shardwright.errors import UserError
 from shardwright.planner.memory import budget
 from shardwright.planner.pins import Pin, matches_pin, pin_text, pinned_ranks
 from shardwright.planner.problem import PlacedTables, Precision, Problem
-from shardwright.planner.step import tasks
+from shardwright.planner.step import prediction, tasks
 from shardwright.planner.step.tasks import RankLoads
 from shardwright.planner.tables import placement
 from shardwright.planner.tables.row_exchange import exchange_loads, row_to_vector_bytes
@@ -138,7 +138,7 @@ def evaluate(problem: Problem, proposal: Proposal, placed: PlacedTables) -> Cand
         return None
     fast_id_shares, tier_shares = split
     loads = tasks.rank_loads(problem, placed, fast_id_shares)
-    step = tasks.predict_step(problem, placed, loads)
+    step = prediction.predict_step(problem, placed, loads)
     return Candidate(problem, proposal, placed, loads, tuple(fast_id_shares), tuple(tier_shares), *step)
 
 

@@ -15,7 +15,7 @@ from shardwright.planner.memory import budget
 from shardwright.planner.plan import PlanningResult
 from shardwright.planner.price import roofline
 from shardwright.planner.search import Candidate
-from shardwright.planner.step import critical_path, tasks, traffic
+from shardwright.planner.step import critical_path, prediction, traffic
 from shardwright.planner.tables.balance import imbalance
 from shardwright.report import html_template, plots, torchrec_export
 from shardwright.report.html_template import Grid
@@ -197,10 +197,7 @@ def plan_figures(result: PlanningResult) -> Iterator[Figure]:
         unit,
     )
     memory_parts = [("tables and optimizer state", candidate.loads.bytes_R)]
-    memory_parts += [
-        (name, np.full(len(candidate.loads.bytes_R), bytes_))
-        for name, bytes_ in budget.memory_budget(candidate.problem).memory_parts
-    ]
+    memory_parts += budget.memory_parts_by_rank(candidate.problem).items()
     unit, unit_bytes = axis_byte_unit([float(np.sum([bytes_R for _, bytes_R in memory_parts], 0).max())])
     yield rank_bars_figure(
         "memory",
@@ -210,8 +207,8 @@ def plan_figures(result: PlanningResult) -> Iterator[Figure]:
         unit,
     )
     yield roofline_figure(result)
-    timeline = tasks.predict_timeline(candidate.problem, candidate.placed, candidate.loads, candidate.ids_after)
-    end_step = tasks.WARM_STEPS + tasks.COUNTED_STEPS
+    timeline = prediction.predict_timeline(candidate.problem, candidate.placed, candidate.loads, candidate.ids_after)
+    end_step = prediction.WARM_STEPS + prediction.COUNTED_STEPS
     figure = plots.gantt(Timeline(timeline.source, tuple(event for event in timeline.events if event.step < end_step)))
     yield Figure(figure.name, "Predicted steps", figure.caption, figure.height, figure.data, figure.layout)
 

@@ -20,8 +20,9 @@ from shardwright.jagged import Batch, check_batch
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import describe, sparse_of
 from shardwright.measure.device import has_fast_bf16_matmul
+from shardwright.planner.pipelines import PipelineRequest
 from shardwright.planner.plan import PlanningResult, make_plan
-from shardwright.planner.step import tasks
+from shardwright.planner.step import prediction
 from shardwright.planner.step.loop_cost import LoopCost
 from shardwright.planner.step.stages import NO_BODIES, ONE_RANK, ONE_RANK_GPU, step_stages
 from shardwright.runtime.launch import launcher
@@ -59,6 +60,7 @@ class PlanRequest:
             pins=self.settings.pins,
             dense_strategy=self.settings.dense,
             torchrec=torchrec,
+            pipeline=PipelineRequest(self.settings.pipeline, self.settings.micro_batches),
         )
 
 
@@ -114,7 +116,9 @@ def plan_over_ranks(
     result = PlanRequest(workload, cluster, 0, tuple(allow), settings).make_plan()
     plan = replace(result.plan, why=(*(() if settings.cluster else (UNMEASURED_REASON,)), *result.plan.why))
     best, loop_cost = result.candidate, measure(plan) if measure else None
-    return plan, tasks.predict_timeline(best.problem, best.placed, best.loads, best.ids_after, loop_cost, micro_batches)
+    return plan, prediction.predict_timeline(
+        best.problem, best.placed, best.loads, best.ids_after, loop_cost, micro_batches
+    )
 
 
 def plan_run(
@@ -135,7 +139,7 @@ def plan_run(
         plan, predicted = plan_over_ranks(
             workload, settings.allow, settings.plan, cluster_shape, measure, settings.train.accumulate
         )
-    elif refused := [key for key in ("pins", "cluster", "dense") if getattr(settings.plan, key)]:
+    elif refused := [key for key in PlanSettings.model_fields if getattr(settings.plan, key)]:
         raise UserError(f"plan.{refused[0]} is for several ranks; set ranks=2 or more, or drop it")
     else:
         plan = plan_single_process(model, workload, settings.allow)

@@ -11,10 +11,13 @@ from shardwright.errors import UserError
 from shardwright.layers.decoder import GPT2, LLAMA, QWEN3, DecoderForm
 from shardwright.measure.describe import describe
 from shardwright.models.gpt import GPT
+from shardwright.planner.pipelines import PipelineRequest
+from shardwright.planner.plan import make_plan
 from shardwright.planner.step.stages import pipeline_stages
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
 from shardwright.runtime.planning import plan_single_process
+from shardwright.spec import presets
 from shardwright.spec.axes import Axis
 from shardwright.spec.lanes import LANES, PIPELINE_LANES, SHARD_LANES
 from shardwright.spec.plan import Dense, Pipeline, Plan
@@ -132,3 +135,14 @@ def test_what_a_pipeline_cannot_do_is_refused(ranks):
         build(make_model(), replace(plan, pipeline=Pipeline((2, 3), 2)), optimizer=adam)
     with pytest.raises(UserError, match='cannot cut tied weights: "head.linear.weight" is "embed.token.weight"'):
         build(make_model(GPT2), plan, optimizer=adam)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_pipeline_of_the_planner_trains_as_one_process(ranks, num_ranks):
+    single = single_plan()
+    cluster = presets.unmeasured_cluster(num_ranks // 2, 2, 10**10)
+    planned = make_plan(describe(make_model(), tokens(0)), cluster, pipeline=PipelineRequest(2, 2)).plan
+    assert planned.pipeline is not None and sum(planned.pipeline.blocks) == 4
+    dense = replace(planned.dense, dtype="float64", state="float64")
+    bounds = (0, SIZE) if num_ranks == 2 else (0, 5, SIZE)
+    check(ranks, replace(planned, dense=dense, wire=single.wire), bounds)

@@ -13,7 +13,8 @@ from shardwright.planner.memory import budget, dense_model
 from shardwright.planner.plan import make_plan
 from shardwright.planner.price import primitives
 from shardwright.planner.problem import PlacedTables, Precision, Problem
-from shardwright.planner.step import block_stages, block_tasks, simulate, tasks
+from shardwright.planner.step import block_stages, block_tasks, prediction, simulate, tasks
+from shardwright.planner.step.rank_calls import expand_calls
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.workload import Block, Feature, FeatureStatistics, Table, Workload
 
@@ -151,7 +152,7 @@ def test_the_stages_of_every_strategy_are_in_a_valid_order(strategy):
     problem = make_problem(replace(three_blocks(), blocks=large), make_cluster(2, 2, dram=1e9), strategy)
     placement = dense_strategies.place_tables_first(replace(problem, expand_blocks=False), {}).placed
     loads = tasks.rank_loads(problem, placement, [1.0])
-    timeline = tasks.predict_timeline(problem, placement, loads, "read")
+    timeline = prediction.predict_timeline(problem, placement, loads, "read")
     timeline.verify()
     events = [event for event in timeline.events if (event.rank, event.step) == (0, 4)]
     start = {event.name: event.start for event in events}
@@ -211,7 +212,7 @@ def test_full_recomputing_adds_the_time_of_a_forward_pass():
     seconds = {}
     for name, problem in problems.items():
         placement = dense_strategies.place_tables_first(replace(problem, expand_blocks=False), {}).placed
-        seconds[name], _ = tasks.predict_step(
+        seconds[name], _ = prediction.predict_step(
             problem, placement, tasks.rank_loads(problem, placement, [1.0]), ("read",)
         )
     assert seconds["DDP + full"] - seconds["DDP"] == pytest.approx(forward, rel=1e-6)
@@ -312,7 +313,7 @@ def test_no_deadlock_with_tables_and_blocks_on_all_lanes():
             placement = dense_strategies.place_tables_first(replace(problem, expand_blocks=False), {}).placed
             assert isinstance(placement, PlacedTables)
             loads = tasks.rank_loads(problem, placement, [1.0])
-            calls = simulate.expand_calls(tasks.required_stages(problem, loads, "gradients"), 5)
+            calls = expand_calls(tasks.required_stages(problem, loads, "gradients"), 5)
             simulate.simulate_calls(calls, tasks.stage_tasks(problem, placement, loads), 8, blocking=False).verify()
 
 
@@ -350,7 +351,7 @@ def test_blocks_that_need_no_vectors_may_be_sharded():
     independent = tuple(replace(block, needs_vectors=False) for block in three_blocks().blocks)
     problem = make_problem(replace(three_blocks(), blocks=independent), make_cluster(2, 2), "FSDP")
     placement = dense_strategies.place_tables_first(replace(problem, expand_blocks=False), {}).placed
-    tasks.predict_timeline(problem, placement, tasks.rank_loads(problem, placement, [1.0]), "read").verify()
+    prediction.predict_timeline(problem, placement, tasks.rank_loads(problem, placement, [1.0]), "read").verify()
 
 
 def test_a_requested_strategy_is_chosen():

@@ -17,9 +17,10 @@ from shardwright.layers.loss import BinaryLoss
 from shardwright.planner.plan import make_plan
 from shardwright.planner.price import primitives
 from shardwright.planner.step import block_tasks, simulate
-from shardwright.planner.step import tasks as steps
 from shardwright.planner.step.loop_cost import LoopCost
-from shardwright.planner.step.simulate import Task, expand_calls, simulate_calls
+from shardwright.planner.step.prediction import counted_step_seconds, predict_timeline
+from shardwright.planner.step.rank_calls import Task, expand_calls
+from shardwright.planner.step.simulate import simulate_calls
 from shardwright.report import step_times
 from shardwright.runtime.run import machine, measure_loop
 from shardwright.spec.optimizer import SGD
@@ -107,7 +108,7 @@ def make_candidate():
 
 
 def timeline(candidate, loop: LoopCost | None = None):
-    return steps.predict_timeline(candidate.problem, candidate.placed, candidate.loads, candidate.ids_after, loop)
+    return predict_timeline(candidate.problem, candidate.placed, candidate.loads, candidate.ids_after, loop)
 
 
 def test_a_loop_without_cost_changes_no_event():
@@ -131,20 +132,20 @@ def test_the_predicted_step_includes_the_loop():
     assert parts["read"].seconds == pytest.approx(before / 4)
     assert parts["metrics"].seconds == pytest.approx(before / 8 + gather_seconds / 4)
     limit = (parts["read"].seconds + parts["metrics"].seconds) * (1 + 1e-9)
-    assert before < steps.counted_step_seconds(after) <= steps.counted_step_seconds(timeline(candidate)) + limit
+    assert before < counted_step_seconds(after) <= counted_step_seconds(timeline(candidate)) + limit
 
 
 def test_a_worker_on_the_same_processor_lengthens_the_predicted_step():
     candidate = make_candidate()
-    seconds = steps.counted_step_seconds(timeline(candidate)) / 2
+    seconds = counted_step_seconds(timeline(candidate)) / 2
     separate = timeline(candidate, LoopCost(prepare_seconds=seconds))
     contended = timeline(candidate, LoopCost(prepare_seconds=seconds, shared_rate=0.5))
     contended.verify()
-    assert steps.counted_step_seconds(separate) == pytest.approx(steps.counted_step_seconds(timeline(candidate)))
+    assert counted_step_seconds(separate) == pytest.approx(counted_step_seconds(timeline(candidate)))
     assert (
-        steps.counted_step_seconds(separate)
-        < steps.counted_step_seconds(contended)
-        <= (steps.counted_step_seconds(separate) + seconds) * (1 + 1e-9)
+        counted_step_seconds(separate)
+        < counted_step_seconds(contended)
+        <= (counted_step_seconds(separate) + seconds) * (1 + 1e-9)
     )
     assert step_times.parts_by_name(separate)["prepare"].seconds == pytest.approx(seconds)
 

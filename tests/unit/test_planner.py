@@ -16,7 +16,7 @@ from shardwright.planner.plan import exact_precision, lowest_precision, make_pla
 from shardwright.planner.price import overheads, primitives
 from shardwright.planner.price.rounds import collective_rounds
 from shardwright.planner.problem import PlacedTables
-from shardwright.planner.step import tasks, traffic
+from shardwright.planner.step import prediction, tasks, traffic
 from shardwright.planner.tables import sharding
 from shardwright.spec import presets
 from shardwright.spec.cluster import Cluster, Device, Level, Price, Tier
@@ -88,7 +88,7 @@ def test_every_plan_is_complete_and_fits_memory(shapes, sizes, hot, headroom):
     candidate = result.candidate
     assert candidate.loads.bytes_R.max() <= sum(budget.memory_budget(candidate.problem).free_bytes) * (1 + 1e-9)
     assert count_weights(result.plan) == pytest.approx(expected_weights(workload, result.plan), rel=1e-6)
-    timeline = tasks.predict_timeline(candidate.problem, candidate.placed, candidate.loads, candidate.ids_after)
+    timeline = prediction.predict_timeline(candidate.problem, candidate.placed, candidate.loads, candidate.ids_after)
     timeline.verify()
     repriced = reprice.reprice_plan(candidate.problem, result.plan)
     assert repriced.seconds == pytest.approx(candidate.seconds, rel=1e-6) and repriced.ids_after == candidate.ids_after
@@ -415,8 +415,8 @@ def test_simulating_the_slowest_ranks_gives_the_step_of_all_ranks():
     rng = np.random.default_rng(3)
     shapes = [(int(rng.integers(10, 10**5)), 64, float(rng.uniform(0.5, 20))) for _ in range(20)]
     candidate = make_plan(make_workload(*shapes), make_cluster(4, 2)).candidate
-    timeline = tasks.predict_timeline(candidate.problem, candidate.placed, candidate.loads, candidate.ids_after)
-    assert tasks.counted_step_seconds(timeline) == pytest.approx(candidate.seconds, rel=1e-9)
+    timeline = prediction.predict_timeline(candidate.problem, candidate.placed, candidate.loads, candidate.ids_after)
+    assert prediction.counted_step_seconds(timeline) == pytest.approx(candidate.seconds, rel=1e-9)
 
 
 def test_a_thousand_tables_on_128_ranks_are_planned_in_seconds():

@@ -1,5 +1,6 @@
 """The simulator: order, overlap, shared links, and worked examples of a pipeline and of an MoE layer."""
 
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -7,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import UserError
+from shardwright.planner.price.axis_groups import Link
 from shardwright.planner.step import simulate
-from shardwright.planner.step.simulate import Task, expand_calls, simulate_calls, steady_step_seconds
+from shardwright.planner.step.rank_calls import RankCalls, Task, expand_calls
+from shardwright.planner.step.simulate import simulate_calls, simulate_ranks, steady_step_seconds
 from shardwright.planner.step.stages import step_stages
 from shardwright.spec.calls import Call
 from shardwright.spec.plan import Stage
@@ -206,6 +209,84 @@ def order_1f1b(num, micros):
                     Call(Stage(f"down{rank - 1}", f"down{rank - 1}", (f"dx{rank}",), (f"dy{rank - 1}",)), 0, micro)
                 )
     return calls
+
+
+def message(source, target, seconds, **settings):
+    links = (Link("host", source, "out"), Link("host", target, "in"))
+    settings = {"links": links, "levels": ("host",), **settings}
+    return Task(seconds=seconds, ranks=(source, target), is_collective=True, message="x", **settings)
+
+
+def ranks_of(*lists):
+    """Ranks with these stages and tasks, each for two micro-batches of one step."""
+    return [RankCalls(expand_calls([stage for stage, _ in own], 1, 2), {s.name: t for s, t in own}) for own in lists]
+
+
+WORK_HERE, SEND_ON = Stage("work", "main", (), ("y",)), Stage("send", "pipe", ("y",))
+RECEIVE, USE = Stage("receive", "pipe", (), ("x",)), Stage("use", "main", ("x",))
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_message_starts_when_both_ranks_have_reached_it(blocking):
+    sent = message(0, 1, 2.0)
+    sender, receiver = [(WORK_HERE, Task(seconds=3.0)), (SEND_ON, sent)], [(RECEIVE, sent), (USE, Task(seconds=1.0))]
+    timeline = simulate_ranks(ranks_of(sender, receiver), blocking=blocking)
+    timeline.verify()
+    spans = {(event.name, event.micro): (event.start, event.end) for event in timeline.events}
+    assert spans["send", 0] == (3.0, 5.0) and spans["receive", 0] == (0.0, 5.0) and spans["use", 0] == (5.0, 6.0)
+    assert spans["send", 1] == (6.0, 8.0) and spans["use", 1] == (8.0, 9.0)
+
+
+def test_the_serial_executor_waits_for_what_it_receives():
+    other = Stage("other", "main")
+    sent = message(0, 1, 2.0)
+    sender = [(WORK_HERE, Task(seconds=3.0)), (SEND_ON, sent)]
+    receiver = [(RECEIVE, sent), (other, Task(seconds=1.0)), (USE, Task())]
+    starts = [
+        next(
+            event.start
+            for event in simulate_ranks(ranks_of(sender, receiver), blocking=True, serial=serial).events
+            if event.name == "other"
+        )
+        for serial in (False, True)
+    ]
+    assert starts == [0.0, 5.0]
+
+
+@pytest.mark.parametrize(("second", "ends"), [((2, 3), 4.0), ((0, 3), 8.0), ((1, 0), 4.0)])
+def test_messages_share_the_links_that_both_use(second, ends):
+    """Two messages of 4 s: on disjoint uplinks, on the same, in opposite directions of the same."""
+    tasks = [message(0, 1, 4.0), message(*second, 4.0)]
+    lists = [[] for _ in range(4)]
+    for number, task in enumerate(tasks):
+        lists[task.ranks[0]].append((Stage(f"send{number}", f"lane{number}", ()), task))
+        lists[task.ranks[1]].append((Stage(f"receive{number}", f"lane{number}", (), (f"x{number}",)), task))
+    calls = [RankCalls(expand_calls([stage for stage, _ in own], 1), {s.name: t for s, t in own}) for own in lists]
+    assert duration(simulate_ranks(calls, blocking=True)) == pytest.approx(ends)
+
+
+def test_a_message_shares_its_link_with_a_collective_over_all_links():
+    sent, all_reduce = message(0, 1, 4.0), Task(seconds=4.0, is_collective=True, levels=("host",))
+    reduce = (Stage("reduce", "dense"), all_reduce)
+    lists = ranks_of([(SEND_ON, sent), reduce], [(RECEIVE, sent), reduce], [reduce])
+    assert duration(simulate_ranks(lists, blocking=True)) == pytest.approx(16.0)  # two of each
+
+
+def test_a_collective_of_some_ranks_slows_only_their_computation():
+    work, send = Stage("work", "main"), Stage("reduce", "dense")
+    reduce = Task(seconds=10.0, is_collective=True, ranks=(0, 1), compute_slowdown=0.5)
+    own = [
+        RankCalls(expand_calls(stages, 1), {"work": Task(seconds=4.0), "reduce": reduce})
+        for stages in ([send, work], [work])
+    ]
+    timeline = simulate_ranks([own[0], own[0], own[1]], blocking=True)
+    assert end_times(timeline, "work") == pytest.approx([4.0, 8.0, 8.0])
+
+
+def test_ranks_that_wait_for_different_messages_wait_forever():
+    calls = ranks_of([(SEND_ON, message(0, 1, 1.0))], [(RECEIVE, replace(message(0, 1, 1.0), message="z"))])
+    with pytest.raises(UserError, match='rank 0 waits forever at stage "send" of step 0'):
+        simulate_ranks(calls, blocking=True)
 
 
 def test_an_moe_layer_in_parts_overlaps_its_exchanges():

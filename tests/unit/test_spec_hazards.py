@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import UserError
-from shardwright.planner.step.simulate import expand_calls
+from shardwright.planner.step.rank_calls import expand_calls
 from shardwright.spec.plan import Contract, Stage, single_rank_plan
 from shardwright.spec.stage_checks import sort_by_lead
 from shardwright.spec.workload import Feature, Table, Workload

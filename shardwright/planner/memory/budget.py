@@ -9,7 +9,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardwright.planner.memory import dense_model
+from shardwright.planner.chunks import ranks_by_stage
+from shardwright.planner.memory import dense_model, pipeline_memory
 from shardwright.planner.problem import PlacedTables, Problem
 from shardwright.planner.tables.sharding import TableLoad
 from shardwright.spec.cluster import Tier
@@ -41,18 +42,34 @@ class MemoryBudget:
 
 
 def memory_budget(problem: Problem) -> MemoryBudget:
-    """The budget of a rank, for the dense model, ids, and vectors with their gradients."""
+    """The budget of the fullest rank, for the dense model, ids, and vectors with their gradients."""
+    parts = (*max(_dense_memory_by_stage(problem), key=dense_model.total_bytes), *_sparse_memory(problem))
+    tiers = tuple(tier for tier in problem.cluster.device.tiers if tier.name != "ssd")
+    return MemoryBudget(parts, dense_model.offloaded_bytes(problem), tiers)
+
+
+def memory_parts_by_rank(problem: Problem) -> dict[str, np.ndarray]:
+    """Bytes of the fastest tier by purpose and rank, besides tables."""
+    by_stage = _dense_memory_by_stage(problem)
+    ranks = ranks_by_stage(problem) if problem.pipeline is not None else [tuple(range(problem.cluster.num_ranks))]
+    by_name: dict[str, np.ndarray] = {}
+    for parts, own in zip(by_stage, ranks, strict=True):
+        for name, bytes_ in (*parts, *_sparse_memory(problem)):
+            by_name.setdefault(name, np.zeros(problem.cluster.num_ranks))[list(own)] = bytes_
+    return by_name
+
+
+def _sparse_memory(problem: Problem) -> dense_model.MemoryParts:
     loads = [load.local_pooling or load for load in problem.table_loads]
     ids = sum(load.ids_per_sample for load in loads) * problem.local_batch_size * ID_BYTES
     vectors = sum(load.vectors * load.table.dim for load in loads) * problem.local_batch_size * 4
     rows = sum(map(problem.row_buffer_bytes, problem.table_loads))
-    parts = (
-        *dense_model.peak_memory(problem),
-        ("ids", 2 * BATCHES_IN_FLIGHT * ids),
-        ("vectors and their gradients", 2 * vectors + rows),
-    )
-    tiers = tuple(tier for tier in problem.cluster.device.tiers if tier.name != "ssd")
-    return MemoryBudget(parts, dense_model.offloaded_bytes(problem), tiers)
+    return (("ids", 2 * BATCHES_IN_FLIGHT * ids), ("vectors and their gradients", 2 * vectors + rows))
+
+
+def _dense_memory_by_stage(problem: Problem) -> list[dense_model.MemoryParts]:
+    """Bytes that the dense model takes by purpose, for each pipeline rank; without a pipeline, of any rank."""
+    return [dense_model.peak_memory(problem)] if problem.pipeline is None else pipeline_memory.memory_by_stage(problem)
 
 
 def split_rows_by_tier(problem: Problem, placed: PlacedTables) -> tuple[list[float], list[tuple[Share, ...]]] | None:

@@ -42,6 +42,12 @@ def saved_activation_bytes(problem: Problem, block: Block) -> float:
     return (block.input_bytes + (block.product_bytes if policy == "products" else 0)) * problem.local_batch_share
 
 
+def all_gradient_bytes(problem: Problem) -> float:
+    """Bytes of the gradients of all blocks, and of the buffers that reduce them."""
+    blocks = problem.workload.blocks
+    return _buffer_bytes(problem, blocks) + sum(block.parameter_bytes / problem.num_shards(block) for block in blocks)
+
+
 def _memory_over_backward(problem: Problem) -> Iterator[MemoryParts]:
     """Memory during the backward of each block, from last to first, and once after them."""
     blocks = problem.workload.blocks
@@ -91,7 +97,7 @@ def _buffer_bytes(problem: Problem, blocks: Sequence[Block]) -> float:
     has_residual = problem.precision.dense_gradients == "bfloat16"
     buckets = [block.parameter_bytes for block in blocks if not needs_unshard(problem, block)]
     shards = [block.parameter_bytes / problem.num_shards(block) for block in blocks if needs_unshard(problem, block)]
-    reduces = problem.cluster.num_ranks > 1
+    reduces = problem.sample_groups.size > 1
     return reduces * (1 + has_residual) * sum(buckets) + has_residual * bool(problem.dense.replicate) * sum(shards)
 
 

@@ -8,7 +8,7 @@ collective are defined as in `Collective`. Every `Cost` has its basis.
 Shape legend: R ranks (RR: from, to).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, log, prod
 from types import MappingProxyType
@@ -131,9 +131,14 @@ def collective_cost(cluster: Cluster, op: str, levels: Sequence[str], bytes_: in
 
 
 def formula_cost(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> Cost:
-    """A collective's cost from link rates alone. GPUs all-reduce by the faster of ring and tree (NCCL)."""
+    """A collective's cost from link rates alone."""
+    return fastest_algorithm_cost(cluster, op, lambda name: collective_rounds(cluster, name, levels, bytes_))
+
+
+def fastest_algorithm_cost(cluster: Cluster, op: str, make_rounds: Callable[[str], list[Round]]) -> Cost:
+    """The cost from link rates of the fastest algorithm for a collective: GPUs all-reduce by ring or tree (NCCL)."""
     ops = [op, "all_reduce_tree"] if op == "all_reduce" and cluster.device.kind == "cuda" else [op]
-    algos = [collective_rounds(cluster, name, levels, bytes_) for name in ops]
+    algos = list(map(make_rounds, ops))
     seconds = [sum(slowest_link_seconds(cluster, r.traffic_RR) + r.latency_seconds for r in rounds) for rounds in algos]
     best = int(np.argmin(seconds))
     return Cost(seconds[best], _peak_bytes(algos[best]), "formula")
@@ -147,7 +152,11 @@ def sustained_cost(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int
     cost = collective_cost(cluster, op, levels, bytes_)
     if cluster.device.kind != "cpu":
         return cost
-    rounds = collective_rounds(cluster, op, levels, bytes_)
+    return at_least_link_seconds(cluster, cost, collective_rounds(cluster, op, levels, bytes_))
+
+
+def at_least_link_seconds(cluster: Cluster, cost: Cost, rounds: Sequence[Round]) -> Cost:
+    """The cost, or the seconds that these rounds keep the links busy, if those are more."""
     link_seconds = sum(slowest_link_seconds(cluster, round_.traffic_RR) for round_ in rounds)
     return cost if cost.seconds >= link_seconds else replace(cost, seconds=link_seconds, basis="formula")
 

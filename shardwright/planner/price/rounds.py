@@ -24,15 +24,20 @@ class Round:
 
 
 def collective_rounds(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> list[Round]:
-    """The rounds of a collective of `bytes_` among the ranks that differ along `levels`.
+    """The rounds of a collective of `bytes_` among the ranks that differ along `levels`."""
+    chosen = [level for level in cluster.levels if level.name in levels]
+    return group_rounds(cluster, op, chosen, rank_groups(cluster, levels), bytes_)
+
+
+def group_rounds(cluster: Cluster, op: str, chosen: Sequence[Level], groups_GN: np.ndarray, bytes_: int) -> list[Round]:
+    """The rounds of a collective of `bytes_` in every group at once. `chosen`: the levels that a group spans, innermost
+    first, each with the number of its members in the group.
 
     Ring and tree follow Thakur, Rabenseifner, Gropp, 2005. Shardwright implements reduce-scatter as an all-to-all and a
     sum, and all-reduce over hosts with several ranks as in `_host_sum_rounds`. The tree of all_reduce_tree is a
     reduction and a broadcast.
     """
-    groups_GN = rank_groups(cluster, levels)
     num = groups_GN.shape[1]
-    chosen = [level for level in cluster.levels if level.name in levels]
     latency = max((level.latency_seconds for level in chosen), default=0.0)
     match op:
         case "all_reduce" if _uses_hierarchy(cluster, chosen):
@@ -99,7 +104,8 @@ def _ring_traffic(cluster: Cluster, levels: Sequence[Level], groups_GN: np.ndarr
 
 def _uses_hierarchy(cluster: Cluster, levels: Sequence[Level]) -> bool:
     """Whether an all-reduce sums inside hosts first: on CPUs, if hosts have several ranks."""
-    return cluster.device.kind == "cpu" and len(levels) > 1 and levels[0] is cluster.levels[0] and levels[0].num > 1
+    innermost = cluster.levels[0].name
+    return cluster.device.kind == "cpu" and len(levels) > 1 and levels[0].name == innermost and levels[0].num > 1
 
 
 def _host_sum_rounds(cluster: Cluster, levels: Sequence[Level], groups_GN: np.ndarray, bytes_: float) -> list[Round]:

@@ -17,9 +17,10 @@ from dataclasses import replace
 
 from shardwright.planner.memory.dense_model import needs_unshard
 from shardwright.planner.price import overheads, primitives
+from shardwright.planner.price.axis_groups import AxisGroups, collective_links, group_cost
 from shardwright.planner.problem import Problem
 from shardwright.planner.step import block_tasks, traffic
-from shardwright.planner.step.simulate import Task
+from shardwright.planner.step.rank_calls import Task
 from shardwright.planner.step.stages import (
     BACKWARD_BODY,
     DENSE_BACKWARD_BODY,
@@ -32,7 +33,7 @@ from shardwright.spec.plan import Stage
 from shardwright.spec.wire import GRADIENT_BUCKET_BYTES
 from shardwright.spec.workload import Block
 
-CollectivePhase = tuple[str, tuple[str, ...], int, float]  # collective, levels, bytes, seconds
+CollectivePhase = tuple[str, AxisGroups, int, float]  # collective, groups, bytes, seconds
 WEIGHT_PASSES = 3  # of the dense optimizer over parameters: gradient and weight read, weight written
 MOMENT_PASSES = 4  # over its moments: two, read and written
 
@@ -42,7 +43,7 @@ def expands_blocks(problem: Problem) -> bool:
     if not problem.expand_blocks:
         return False
     is_sharded = any(needs_unshard(problem, block) for block in problem.workload.blocks)
-    return is_sharded or (len(_buckets(problem)) > 2 and problem.cluster.num_ranks > 1)
+    return is_sharded or (len(_buckets(problem)) > 2 and problem.sample_groups.size > 1)
 
 
 def stage_bodies(problem: Problem) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
@@ -182,7 +183,7 @@ def _backward_stages(problem: Problem) -> Iterator[Stage]:
                 slot = f"{block.name}.scattered"
                 yield Stage(f"scatter {block.name}", SCATTER, (f"{block.name}.sum",), (slot,))
             unreduced = block
-        elif block.name in buckets and problem.cluster.num_ranks > 1:
+        elif block.name in buckets and problem.sample_groups.size > 1:
             yield _reduce_stage(block, f"{block.name}.sum")
         if block is first:
             yield Stage("leave", MAIN, (source,), ("gradients.vectors",))
@@ -192,7 +193,7 @@ def _backward_stages(problem: Problem) -> Iterator[Stage]:
 
 def _reduce_stages(problem: Problem, block: Block | None) -> Iterator[Stage]:
     """All-reduce of a block's gradients over its replicas, if there are any."""
-    if block is not None and traffic.replica_levels(problem):
+    if block is not None and problem.replica_groups.levels:
         source = "scattered" if problem.shard_levels else "sum"
         yield _reduce_stage(block, f"{block.name}.{source}")
 
@@ -222,36 +223,42 @@ def _gather_task(problem: Problem, block: Block) -> Task:
 
 def _shard_task(problem: Problem, block: Block, op: str) -> Task:
     """A collective of a block over its shard levels, one phase per level; an empty task if it is not sharded."""
-    names, phases, total_bytes = tuple(level.name for level in problem.shard_levels), list[CollectivePhase](), 0
+    phases, total_bytes = list[CollectivePhase](), 0
     bytes_ = block.parameter_bytes if needs_unshard(problem, block) else 0
-    for phase_op, levels, size in traffic.collectives_by_level(problem, op, bytes_):
-        cost = primitives.sustained_cost(problem.cluster, phase_op, levels, size)
-        phases.append((phase_op, levels, size, cost.seconds))
+    for phase_op, groups, size in traffic.collectives_by_level(problem, op, bytes_):
+        cost = group_cost(groups, phase_op, size, sustained=True)
+        phases.append((phase_op, groups, size, cost.seconds))
         total_bytes += cost.bytes_
-    return _pipeline_phases(problem, names, phases, total_bytes) if phases else Task()
+    return _overlap_phases(problem.shard_groups, phases, total_bytes) if phases else Task()
 
 
 def _replica_reduce_task(problem: Problem, block: Block) -> Task:
     """All-reduce of the rank's shard of a block's gradients over the replicas."""
-    names = traffic.replica_levels(problem)
-    if not names:
+    groups = problem.replica_groups
+    if not groups.levels:
         return Task()
     bytes_ = max(1, traffic.gradient_wire_bytes(problem, block.parameter_bytes / problem.num_shards(block)))
-    cost = primitives.sustained_cost(problem.cluster, "all_reduce", names, bytes_)
-    return _pipeline_phases(problem, names, [("all_reduce", names, bytes_, cost.seconds)], cost.bytes_)
+    cost = group_cost(groups, "all_reduce", bytes_, sustained=True)
+    return _overlap_phases(groups, [("all_reduce", groups, bytes_, cost.seconds)], cost.bytes_)
 
 
-def _pipeline_phases(problem: Problem, names: tuple[str, ...], phases: Sequence[CollectivePhase], bytes_: int) -> Task:
+def _overlap_phases(all_groups: AxisGroups, phases: Sequence[CollectivePhase], bytes_: int) -> Task:
     """The phases of a collective as one task that lasts as long as the longest phase.
 
     Two collectives are in flight at a time, each in another phase. Every phase slows computation down.
     """
-    op, levels, _, seconds = max(phases, key=lambda phase: phase[-1])
-    task = traffic.collective_task(problem, op, levels, seconds, bytes_)
+    op, groups, _, seconds = max(phases, key=lambda phase: phase[-1])
+    task = traffic.collective_task(groups, op, seconds, bytes_)
     slowed = sum(
-        primitives.compute_slowdown(problem.cluster, op, levels, size) * time for op, levels, size, time in phases
+        primitives.compute_slowdown(groups.cluster, op, groups.level_names, size) * time
+        for op, groups, size, time in phases
     )
-    return replace(task, levels=names, compute_slowdown=slowed / seconds if seconds else 0.0)
+    return replace(
+        task,
+        levels=all_groups.level_names,
+        links=collective_links(all_groups, all_groups.within),
+        compute_slowdown=slowed / seconds if seconds else 0.0,
+    )
 
 
 def _load_seconds(problem: Problem, block: Block) -> float:
@@ -264,6 +271,6 @@ def _load_seconds(problem: Problem, block: Block) -> float:
 
 def _add_overhead(problem: Problem, block: Block, task: Task, *collectives: str) -> Task:
     """The task with the overhead of these collectives; collectives of a single rank have none."""
-    axes = {"gather": problem.shard_levels, "scatter": problem.shard_levels, "reduce": traffic.replica_levels(problem)}
+    axes = {"gather": problem.shard_levels, "scatter": problem.shard_levels, "reduce": problem.replica_groups.levels}
     issued = [name for name in collectives if needs_unshard(problem, block) and axes[name]]
     return task.lengthen(overheads.collectives_overhead_seconds(problem.cluster.device, issued))

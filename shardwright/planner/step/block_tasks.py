@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from shardwright.planner.price import overheads, primitives
 from shardwright.planner.problem import Problem
-from shardwright.planner.step.simulate import Task
+from shardwright.planner.step.rank_calls import Task
 from shardwright.spec.cluster import Device
 from shardwright.spec.plan import RecomputePolicy
 from shardwright.spec.workload import Block, Dtype, Product

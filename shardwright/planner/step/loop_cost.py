@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from shardwright.planner.price import primitives
 from shardwright.planner.problem import Problem
 from shardwright.planner.step import block_tasks
-from shardwright.planner.step.simulate import MAIN, Task
+from shardwright.planner.step.rank_calls import Task
+from shardwright.spec.lanes import MAIN
 from shardwright.spec.plan import Stage
 
 READ, PREPARE, METRICS = "read", "prepare", "metrics"

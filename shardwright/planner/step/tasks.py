@@ -9,19 +9,15 @@ import numpy as np
 
 from shardwright.planner.price import overheads, primitives
 from shardwright.planner.problem import PlacedTables, Problem
-from shardwright.planner.step import block_stages, block_tasks, simulate, traffic
-from shardwright.planner.step.loop_cost import LoopCost
-from shardwright.planner.step.simulate import Task
-from shardwright.planner.step.stages import IDS_AFTER, step_stages
+from shardwright.planner.step import block_stages, block_tasks, traffic
+from shardwright.planner.step.rank_calls import Task
+from shardwright.planner.step.stages import pipeline_stages, step_stages
 from shardwright.planner.tables.sharding import TableLoad
 from shardwright.spec.cluster import Device
 from shardwright.spec.plan import Stage
-from shardwright.spec.timeline import Timeline
 from shardwright.spec.wire import REQUEST_HEADER_BYTES
 from shardwright.spec.workload import Dtype
 
-WARM_STEPS, COUNTED_STEPS, TAIL_STEPS = 3, 3, 3  # warm-up and tail: as many steps as the largest lead
-NUM_STEPS = WARM_STEPS + COUNTED_STEPS + TAIL_STEPS
 MANY_ROWS = 1 << 16
 CODEC_NAMES = MappingProxyType({"float16": "fp16", "bfloat16": "bf16"})
 
@@ -325,6 +321,8 @@ def _codec_seconds(problem: Problem, bytes_R: np.ndarray, dtype: Dtype) -> np.nd
 
 def required_stages(problem: Problem, loads: RankLoads, ids_after: str) -> tuple[Stage, ...]:
     """The stages that this placement needs, in issue order."""
+    if problem.pipeline is not None:
+        return pipeline_stages()
     return step_stages(
         has_tables=bool(problem.workload.tables),
         prefetch=bool(loads.slow_tier_bytes_R.any()),
@@ -332,62 +330,3 @@ def required_stages(problem: Problem, loads: RankLoads, ids_after: str) -> tuple
         host_reduce=loads.reduces_in_host,
         bodies=block_stages.stage_bodies(problem),
     )
-
-
-def predict_timeline(
-    problem: Problem,
-    placed: PlacedTables,
-    loads: RankLoads,
-    ids_after: str,
-    loop_cost: LoopCost | None = None,
-    micro_batches: int = 1,
-) -> Timeline:
-    """The predicted timeline of all ranks. `loop_cost`: what the training loop adds to each of the step's
-    `micro_batches`."""
-    blocking = problem.cluster.device.kind == "cpu"
-    loop_cost = loop_cost or LoopCost()
-    stages = loop_cost.add_loop_stages(required_stages(problem, loads, ids_after))
-    extra_lead = max(stage.lead for stage in stages) - TAIL_STEPS  # a loader worker runs ahead of all other stages
-    calls = simulate.expand_calls(stages, NUM_STEPS + 2 * extra_lead, micro_batches)
-    tasks = stage_tasks(loop_cost.apply_measured_pace(problem), placed, loads) | loop_cost.loop_tasks(problem)
-    return simulate.simulate_calls(calls, tasks, problem.cluster.num_ranks, blocking=blocking)
-
-
-def predict_step(
-    problem: Problem, placed: PlacedTables, loads: RankLoads, choices: Sequence[str] = tuple(IDS_AFTER)
-) -> tuple[float, str]:
-    """Seconds of a step, and the best of `choices` for `ids_after`; without tables there are no ids.
-
-    Simulates only ranks that no other rank dominates; the others never delay a step.
-    """
-    tasks = stage_tasks(problem, placed, loads)
-    seconds_SR = np.array([task.seconds for task in tasks.values() if isinstance(task.seconds, tuple)])
-    ranks = _undominated_ranks(seconds_SR.T)
-    chosen = {
-        name: replace(task, seconds=tuple(task.seconds_on(rank) for rank in ranks))
-        if isinstance(task.seconds, tuple)
-        else task
-        for name, task in tasks.items()
-    }
-    blocking, seconds = problem.cluster.device.kind == "cpu", dict[str, float]()
-    choices = choices if problem.workload.tables else choices[:1]
-    for after in choices:
-        calls = simulate.expand_calls(required_stages(problem, loads, after), NUM_STEPS)
-        timeline = simulate.simulate_calls(calls, chosen, len(ranks), blocking=blocking)
-        seconds[after] = counted_step_seconds(timeline)
-    best = min(choices, key=seconds.__getitem__)
-    return seconds[best], best
-
-
-def counted_step_seconds(timeline: Timeline) -> float:
-    """Seconds of one step of `timeline`, averaged over the counted steps (without warm-up and tail)."""
-    return simulate.steady_step_seconds(timeline, WARM_STEPS - 1, TAIL_STEPS)
-
-
-def _undominated_ranks(seconds_RS: np.ndarray) -> list[int]:
-    """The Pareto front of slow ranks: no other rank is at least as slow at every stage; of equal ranks, the first."""
-    front: list[int] = []
-    for rank in np.lexsort(tuple(-column for column in seconds_RS.T[::-1])):
-        if not any((seconds_RS[other] >= seconds_RS[rank]).all() for other in front):
-            front.append(int(rank))
-    return sorted(front)

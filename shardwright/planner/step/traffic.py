@@ -5,21 +5,20 @@ Shape legend: R ranks (RR: from, to), C replicas, N ranks of a replica.
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from math import prod
 from operator import mul
 
 import numpy as np
 
 from shardwright.planner.memory import dense_model
 from shardwright.planner.price import primitives
-from shardwright.planner.price.rounds import collective_rounds
+from shardwright.planner.price.axis_groups import AxisGroups, collective_links, group_cost
 from shardwright.planner.problem import PlacedTables, Problem
-from shardwright.planner.step.simulate import Task
+from shardwright.planner.step.rank_calls import Task
 from shardwright.planner.tables.sharding import ShardUnit
 from shardwright.spec.wire import ID_BYTES, LENGTH_BYTES, ROW_ID_BYTES
 from shardwright.spec.workload import DTYPE_BYTES, Dtype
 
-SizedCollective = tuple[str, tuple[str, ...], int]  # collective, levels, bytes
+SizedCollective = tuple[str, AxisGroups, int]  # collective, groups, bytes
 
 
 def even_all_to_all_task(problem: Problem, bytes_: float) -> Task:
@@ -27,19 +26,21 @@ def even_all_to_all_task(problem: Problem, bytes_: float) -> Task:
     if problem.cluster.num_ranks == 1:
         return Task()
     cost = primitives.collective_cost(problem.cluster, "all_to_all", problem.level_names, max(1, round(bytes_)))
-    return collective_task(problem, "all_to_all", problem.level_names, cost.seconds, cost.bytes_)
+    return collective_task(problem.all_ranks, "all_to_all", cost.seconds, cost.bytes_)
 
 
-def collective_task(problem: Problem, op: str, levels: tuple[str, ...], seconds: float, bytes_: int) -> Task:
-    """A collective over these levels as a task."""
+def collective_task(groups: AxisGroups, op: str, seconds: float, bytes_: int) -> Task:
+    """A collective in these groups as a task; all groups are in it at the same time."""
     return Task(
         seconds=seconds,
+        ranks=groups.within or None,
         is_collective=True,
-        levels=levels,
-        compute_slowdown=primitives.compute_slowdown(problem.cluster, op, levels, max(bytes_, 1)),
+        levels=groups.level_names,
+        links=collective_links(groups, groups.within),
+        compute_slowdown=primitives.compute_slowdown(groups.cluster, op, groups.level_names, max(bytes_, 1)),
         bytes_=bytes_,
         link_seconds=seconds,
-        latency_seconds=min(seconds, primitives.collective_cost(problem.cluster, op, levels, 1).seconds),
+        latency_seconds=min(seconds, group_cost(groups, op, 1).seconds),
     )
 
 
@@ -69,13 +70,13 @@ def _reduce_ops(problem: Problem) -> tuple[str, ...]:
 
 def gradient_reduce_task(problem: Problem, bytes_: float, *, sustained: bool = False) -> Task:
     """The sum of dense gradients over all ranks. `sustained`: in a long series of collectives."""
-    if not bytes_ or problem.cluster.num_ranks == 1:
+    groups = problem.sample_groups
+    if not bytes_ or groups.size == 1:
         return Task()
     ops, size = _reduce_ops(problem), max(1, gradient_wire_bytes(problem, bytes_))
-    price = primitives.sustained_cost if sustained else primitives.collective_cost
-    costs = [price(problem.cluster, op, problem.level_names, size) for op in ops]
+    costs = [group_cost(groups, op, size, sustained=sustained) for op in ops]
     seconds, sent_bytes = sum(cost.seconds for cost in costs), sum(cost.bytes_ for cost in costs)
-    return collective_task(problem, ops[0], problem.level_names, seconds, sent_bytes)
+    return collective_task(groups, ops[0], seconds, sent_bytes)
 
 
 def id_traffic(problem: Problem, placed: PlacedTables) -> np.ndarray:
@@ -120,13 +121,19 @@ def replica_exchange_task(problem: Problem, placed: PlacedTables) -> Task:
 
 def step_traffic(problem: Problem, placed: PlacedTables) -> np.ndarray:
     """Bytes of all messages of a step, from rank to rank."""
-    cluster, precision = problem.cluster, problem.precision
+    precision = problem.precision
     total_RR = id_traffic(problem, placed) + sum(_replica_traffic(problem, placed))
     forward = _vector_hops(problem, placed, precision.vectors, backward=False)
     backward = _vector_hops(problem, placed, precision.gradients, backward=True)
     total_RR = total_RR + sum(forward) + sum(backward)
-    for op, levels, bytes_ in _dense_collectives(problem, data_parallel_gradient_bytes(problem, placed)):
-        total_RR = total_RR + sum(round_.traffic_RR for round_ in collective_rounds(cluster, op, levels, bytes_))
+    return total_RR + dense_traffic(problem, data_parallel_gradient_bytes(problem, placed))
+
+
+def dense_traffic(problem: Problem, replicated: int = 0) -> np.ndarray:
+    """Bytes of the collectives of the dense model in a step, from rank to rank; `replicated` as below."""
+    total_RR = np.zeros((problem.cluster.num_ranks, problem.cluster.num_ranks))
+    for op, groups, bytes_ in _dense_collectives(problem, replicated):
+        total_RR = total_RR + sum(round_.traffic_RR for round_ in groups.rounds(op, bytes_))
     return total_RR
 
 
@@ -139,12 +146,12 @@ def _dense_collectives(problem: Problem, replicated: int) -> Iterator[SizedColle
     total = sum(block.parameter_bytes for block in problem.workload.blocks if dense_model.needs_unshard(problem, block))
     for op in ("all_gather", "all_gather", "reduce_scatter"):
         yield from collectives_by_level(problem, op, total)
-    shard_bytes = gradient_wire_bytes(problem, total / prod(level.num for level in problem.shard_levels))
-    if shard_bytes and replica_levels(problem):
-        yield "all_reduce", replica_levels(problem), shard_bytes
+    shard_bytes = gradient_wire_bytes(problem, total / problem.shard_groups.size)
+    if shard_bytes and problem.replica_groups.levels:
+        yield "all_reduce", problem.replica_groups, shard_bytes
     reduce_bytes = gradient_wire_bytes(problem, problem.workload.dense_bytes - total + replicated)
-    if reduce_bytes and problem.cluster.num_ranks > 1:
-        yield from ((op, problem.level_names, reduce_bytes) for op in _reduce_ops(problem))
+    if reduce_bytes and problem.sample_groups.size > 1:
+        yield from ((op, problem.sample_groups, reduce_bytes) for op in _reduce_ops(problem))
 
 
 def collectives_by_level(problem: Problem, op: str, bytes_: int) -> list[SizedCollective]:
@@ -152,19 +159,15 @@ def collectives_by_level(problem: Problem, op: str, bytes_: int) -> list[SizedCo
 
     GPUs: a single NCCL ring over all shard levels. CPUs: a collective per level, where an all-gather is an all-to-all.
     """
-    names = tuple(level.name for level in problem.shard_levels)
-    if not names or not bytes_:
+    groups = problem.shard_groups
+    if not groups.levels or not bytes_:
         return []
     if problem.cluster.device.kind == "cuda":
-        return [("all_gather", names, bytes_)]
-    group_sizes = [1, *accumulate((level.num for level in problem.shard_levels), mul)][:-1]
+        return [("all_gather", groups, bytes_)]
+    group_sizes = [1, *accumulate((level.num for level in groups.levels), mul)][:-1]
     op = "all_to_all" if op == "all_gather" else op
-    return [(op, (name,), max(1, bytes_ // size)) for name, size in zip(names, group_sizes, strict=True)]
-
-
-def replica_levels(problem: Problem) -> tuple[str, ...]:
-    """The levels over which sharded parameters are replicated (HSDP)."""
-    return tuple(level.name for level in problem.cluster.levels if level not in problem.shard_levels)
+    parts = zip(groups.by_level, group_sizes, strict=True)
+    return [(op, part, max(1, bytes_ // size)) for part, size in parts]
 
 
 def exchange_task(problem: Problem, traffic_RR: np.ndarray) -> Task:
@@ -173,7 +176,7 @@ def exchange_task(problem: Problem, traffic_RR: np.ndarray) -> Task:
     if not traffic_RR.any():
         return Task()
     cost = primitives.all_to_all_v_cost(problem.cluster, problem.level_names, traffic_RR)
-    return collective_task(problem, "all_to_all", problem.level_names, cost.seconds, cost.bytes_)
+    return collective_task(problem.all_ranks, "all_to_all", cost.seconds, cost.bytes_)
 
 
 def vector_exchange_tasks(problem: Problem, placed: PlacedTables, dtype: Dtype, *, backward: bool) -> tuple[Task, Task]:

@@ -1,0 +1,99 @@
+"""The predicted step: what each rank does, simulated; the ranks of a pipeline differ.
+
+Shape legend: R ranks, S stages.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from shardwright.planner.problem import PlacedTables, Problem
+from shardwright.planner.step import pipeline_step, simulate, tasks
+from shardwright.planner.step.loop_cost import LoopCost
+from shardwright.planner.step.rank_calls import RankCalls, expand_calls
+from shardwright.planner.step.stages import IDS_AFTER
+from shardwright.planner.step.tasks import RankLoads
+from shardwright.spec.timeline import Timeline
+
+WARM_STEPS, COUNTED_STEPS, TAIL_STEPS = 3, 3, 3  # warm-up and tail: as many steps as the largest lead
+NUM_STEPS = WARM_STEPS + COUNTED_STEPS + TAIL_STEPS
+PIPELINE_STEPS = 4  # of which the third counts: the largest lead is a step, and each step fills the pipeline anew
+
+
+def step_calls(
+    problem: Problem,
+    placed: PlacedTables,
+    loads: RankLoads,
+    ids_after: str,
+    loop_cost: LoopCost | None = None,
+    micro_batches: int = 1,
+) -> list[RankCalls]:
+    """What each rank does in the predicted steps. `loop_cost`: what the training loop adds to each of the step's
+    `micro_batches`."""
+    loop_cost = loop_cost or LoopCost()
+    paced = loop_cost.apply_measured_pace(problem)
+    if problem.pipeline is not None:
+        return pipeline_step.pipeline_calls(paced, NUM_STEPS, micro_batches)
+    stages = loop_cost.add_loop_stages(tasks.required_stages(problem, loads, ids_after))
+    extra_lead = max(stage.lead for stage in stages) - TAIL_STEPS  # a loader worker runs ahead of all other stages
+    calls = expand_calls(stages, NUM_STEPS + 2 * extra_lead, micro_batches)
+    by_stage = tasks.stage_tasks(paced, placed, loads) | loop_cost.loop_tasks(problem)
+    return [RankCalls(calls, by_stage)] * problem.cluster.num_ranks
+
+
+def predict_timeline(
+    problem: Problem,
+    placed: PlacedTables,
+    loads: RankLoads,
+    ids_after: str,
+    loop_cost: LoopCost | None = None,
+    micro_batches: int = 1,
+) -> Timeline:
+    """The predicted timeline of all ranks; the arguments are those of `step_calls`."""
+    calls = step_calls(problem, placed, loads, ids_after, loop_cost, micro_batches)
+    return simulate.simulate_ranks(calls, blocking=problem.cluster.device.kind == "cpu")
+
+
+def predict_step(
+    problem: Problem, placed: PlacedTables, loads: RankLoads, choices: Sequence[str] = tuple(IDS_AFTER)
+) -> tuple[float, str]:
+    """Seconds of a step, and the best of `choices` for `ids_after`; without tables there are no ids.
+
+    Simulates only ranks that no other rank dominates; the others never delay a step. Of a pipeline, one replica.
+    """
+    blocking, seconds = problem.cluster.device.kind == "cpu", dict[str, float]()
+    if problem.pipeline is not None:
+        calls = pipeline_step.pipeline_calls(problem, PIPELINE_STEPS, one_replica=True)
+        timeline = simulate.simulate_ranks(calls, blocking=blocking)
+        return simulate.steady_step_seconds(timeline, 1, 1), choices[0]
+    by_stage = tasks.stage_tasks(problem, placed, loads)
+    seconds_SR = np.array([task.seconds for task in by_stage.values() if isinstance(task.seconds, tuple)])
+    ranks = _undominated_ranks(seconds_SR.T)
+    chosen = {
+        name: replace(task, seconds=tuple(task.seconds_on(rank) for rank in ranks))
+        if isinstance(task.seconds, tuple)
+        else task
+        for name, task in by_stage.items()
+    }
+    choices = choices if problem.workload.tables else choices[:1]
+    for after in choices:
+        calls = expand_calls(tasks.required_stages(problem, loads, after), NUM_STEPS)
+        timeline = simulate.simulate_calls(calls, chosen, len(ranks), blocking=blocking)
+        seconds[after] = counted_step_seconds(timeline)
+    best = min(choices, key=seconds.__getitem__)
+    return seconds[best], best
+
+
+def counted_step_seconds(timeline: Timeline) -> float:
+    """Seconds of one step of `timeline`, averaged over the counted steps (without warm-up and tail)."""
+    return simulate.steady_step_seconds(timeline, WARM_STEPS - 1, TAIL_STEPS)
+
+
+def _undominated_ranks(seconds_RS: np.ndarray) -> list[int]:
+    """The Pareto front of slow ranks: no other rank is at least as slow at every stage; of equal ranks, the first."""
+    front: list[int] = []
+    for rank in np.lexsort(tuple(-column for column in seconds_RS.T[::-1])):
+        if not any((seconds_RS[other] >= seconds_RS[rank]).all() for other in front):
+            front.append(int(rank))
+    return sorted(front)
