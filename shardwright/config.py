@@ -175,7 +175,9 @@ def _title(path: Path) -> str:
 def recipe_values(name: str) -> dict[str, Any]:
     """Settings of a built-in recipe: of the data, overridden by the model's, then by the model on this data."""
     if (whole := RECIPES / f"{name}.toml").exists():
-        return tomllib.loads(whole.read_text())
+        values = tomllib.loads(whole.read_text())
+        base = values.pop("base", "")
+        return _merge(recipe_values(base), values) if base else values
     data, _, model = name.partition("-")
     values = tomllib.loads((RECIPES / "data" / f"{data}.toml").read_text())
     model_on_data = values.pop("models")[model]
@@ -194,7 +196,7 @@ def recipe_text(recipe: str) -> str:
     titles = recipes()
     if recipe in titles:
         values = recipe_values(recipe)
-        sections = {key: values[key] for key in ("seed", "data", "model", "tables", "dense", "train") if key in values}
+        sections = {key: values[key] for key in (*Settings.model_fields,) if key in values}
         return f"# {titles[recipe]}\n{tomli_w.dumps(sections)}"
     return _recipe_file(recipe).read_text()
 

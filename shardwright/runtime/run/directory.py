@@ -34,7 +34,8 @@ PRIVATE_MODE = 0o700  # mode of a run directory that only its owner may read
 
 # Where the run trains and how its input is prepared: a resumed run may change these keys.
 CHANGEABLE_KEYS = (
-    *("run.resume", "run.directory", "run.private", "ranks", "restarts", "plan.cluster", "train.overlap"),
+    *("run.resume", "run.directory", "run.private", "ranks", "restarts", "train.overlap"),
+    *("plan.cluster", "plan.dense", "plan.pipeline", "plan.micro_batches"),
     *("data.workers", "data.prefetch", "data.readers", "data.reader_keys"),
     *("train.publish_every", "train.keep_publications"),
 )
