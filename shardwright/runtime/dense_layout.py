@@ -128,22 +128,12 @@ def distribute_dense(model: nn.Module, plan: Plan, mesh: Mesh) -> DenseLayout:
         frozen = [p for p in model.parameters() if not p.requires_grad and id(p) not in table_ids | shard_ids]
         table_state_ids = {id(state) for state in sparse.buffers()} if sparse else set()
         broadcast_values([*frozen, *(b for b in model.buffers() if id(b) not in table_state_ids)], sample_ranks)
-    reduce_stages = reducing_stages(plan.stages)
-    stage_by_id = {
-        id(parameter): reduce_stages[name]
-        for name in block_names(model)
-        for parameter in model.get_submodule(name).parameters()
-        if name in reduce_stages
-    }
-
-    def stage_of(parameter: nn.Parameter) -> str:
-        return stage_by_id.get(id(parameter), next(reversed(reduce_stages.values()), "reduce"))
-
     reducers: list[ReplicatedModel | ShardedModel] = []
-    for part in _parts(model, pipeline):
+    for suffix, part in _parts(pipeline):
         own_ids = {id(parameter) for name in part for parameter in model.get_submodule(name).parameters()}
         unsharded = [p for p in parameters if id(p) in own_ids - shard_ids]
         own_blocks = [block for block in blocks if any(_is_inside(block.name, name) for name in part)]
+        stage_of = _reducing_stage(model, plan, f"reduce{suffix}")
         reducers += _make_reducer(plan, unsharded, own_blocks, groups, sample_ranks, stage_of)
     shard_groups = (groups.all_gather,) if groups is not None and groups.all_gather.size > 1 else ()
     checkpoint_activations(model, [entry for entry in plan.dense.recompute if _is_present(model, entry.block)])
@@ -163,18 +153,34 @@ def _cut_for_pipeline(model: nn.Module, plan: Plan, mesh: Mesh) -> PipelineRank:
     return PipelineRank(model, chunks, groups, boundaries)
 
 
-def _parts(model: nn.Module, pipeline: PipelineRank | None) -> list[list[str]]:
-    """The modules whose gradients are reduced together: all of the model, or those of each chunk of a pipeline."""
+def _parts(pipeline: PipelineRank | None) -> list[tuple[str, list[str]]]:
+    """The modules whose gradients are reduced together: all of the model, or those of each chunk, with its suffix."""
     if pipeline is None:
-        return [[""]]
+        return [("", [""])]
     return [
-        [
-            *(["embed"] if chunk.is_first else []),
-            *(f"blocks.{number}" for number in range(*chunk.blocks)),
-            *(["head"] if chunk.is_last else []),
-        ]
+        (
+            chunk.suffix,
+            [
+                *(["embed"] if chunk.is_first else []),
+                *(f"blocks.{number}" for number in range(*chunk.blocks)),
+                *(["head"] if chunk.is_last else []),
+            ],
+        )
         for chunk in pipeline.chunks.values()
     ]
+
+
+def _reducing_stage(model: nn.Module, plan: Plan, default: str) -> Callable[[nn.Parameter], str]:
+    """The name of the plan's stage that reduces a parameter's gradient; `default` where no stage is of its block."""
+    stages = reducing_stages(plan.stages)
+    by_id = {
+        id(parameter): stages[name]
+        for name in block_names(model)
+        if name in stages
+        for parameter in model.get_submodule(name).parameters()
+    }
+    last = next(reversed(stages.values()), default)
+    return lambda parameter: by_id.get(id(parameter), last)
 
 
 def _make_reducer(

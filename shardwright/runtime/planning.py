@@ -64,19 +64,29 @@ class PlanRequest:
         )
 
 
-def plan_for(model: nn.Module, batch: Batch, *, allow: Sequence[str] = (), cluster: str = "", dense: str = "") -> Plan:
+def plan_for(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    allow: Sequence[str] = (),
+    cluster: str = "",
+    dense: str = "",
+    pipeline: int = 0,
+    micro_batches: int = 0,
+) -> Plan:
     """The plan of this job; `allow` lists the permitted changes of the mathematics.
 
     A single process holds all tables. Over several ranks the planner chooses a sharding: `batch` is a global batch, the
     same on every rank; `cluster` is a file written by `shardwright measure`, or a preset; `dense` sets the parallelism
-    strategy of the dense model, such as "HSDP + full" (default: the fastest that fits).
+    strategy of the dense model, such as "HSDP + full" (default: the fastest that fits); `pipeline` the ranks of a
+    pipeline (1: none; default: the planner chooses), and `micro_batches` the micro-batches of its step.
     """
+    settings = PlanSettings(cluster=cluster, dense=dense, pipeline=pipeline, micro_batches=micro_batches)
     workload = describe(model, batch)
     if world_size() > 1:
-        return plan_over_ranks(workload, allow, PlanSettings(cluster=cluster, dense=dense))[0]
-    for key, value in (("cluster", cluster), ("dense", dense)):
-        if value:
-            raise UserError(f'{key}="{value}" is for several ranks; start this with torchrun')
+        return plan_over_ranks(workload, allow, settings)[0]
+    for key, value in settings.model_dump(exclude_defaults=True).items():
+        raise UserError(f"{key}={value!r} is for several ranks; start this with torchrun")
     return plan_single_process(model, workload, allow)
 
 

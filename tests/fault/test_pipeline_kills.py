@@ -1,4 +1,4 @@
-"""kill -9 of ranks of a pipeline: after restarts under the same plan the loss curve is the uninterrupted one, bit by bit.
+"""kill -9 of ranks of a pipeline: restarted under the same plan, the loss curve is the uninterrupted one, bit by bit.
 
 A run may continue under another plan: in one process, with data parallelism, or as another pipeline.
 """
