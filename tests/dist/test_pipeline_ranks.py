@@ -13,6 +13,10 @@ from shardwright.measure.describe import describe
 from shardwright.models.gpt import GPT
 from shardwright.planner.pipelines import PipelineRequest
 from shardwright.planner.plan import make_plan
+from shardwright.planner.problem import Precision
+from shardwright.planner.search import define_problem
+from shardwright.planner.step.pipeline_step import pipeline_calls
+from shardwright.planner.step.simulate import simulate_ranks
 from shardwright.planner.step.stages import pipeline_stages
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
@@ -21,6 +25,7 @@ from shardwright.spec import presets
 from shardwright.spec.axes import Axis
 from shardwright.spec.lanes import LANES, PIPELINE_LANES, SHARD_LANES
 from shardwright.spec.plan import Dense, Pipeline, Plan
+from shardwright.spec.timeline import Timeline
 
 DATA = Dense(replicate=("data@local",))
 SHARDED = Dense(shard=("data@local",))
@@ -146,3 +151,38 @@ def test_a_pipeline_of_the_planner_trains_as_one_process(ranks, num_ranks):
     dense = replace(planned.dense, dtype="float64", state="float64")
     bounds = (0, SIZE) if num_ranks == 2 else (0, 5, SIZE)
     check(ranks, replace(planned, dense=dense, wire=single.wire), bounds)
+
+
+def calls_on_main(timeline: Timeline, rank: int) -> list[tuple[str, int, int]]:
+    """The stages that the rank's thread ran in steps 1 and 2, in order."""
+    events = [event for event in timeline.events if event.rank == rank and event.lane == "main"]
+    ran = [event for event in events if event.kind not in ("wait", "issue") and event.step in (1, 2)]
+    return [(event.name, event.step, event.micro) for event in sorted(ran, key=lambda e: (e.start, e.id))]
+
+
+def traced_calls(plan: Plan) -> list[tuple[str, int, int]]:
+    with ExitStack() as stack:
+        job = make_job(stack, plan, LLAMA)
+        list(job.run(tokens(step) for step in range(5)))
+        return calls_on_main(job.tracer.timeline(), job.mesh.rank)
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        Pipeline((2, 2), 3),
+        Pipeline((1, 1, 1, 1), 4, "interleaved"),
+        Pipeline((2, 1, 1), 5),
+        Pipeline((1, 1, 1, 1), 6),
+    ],
+    ids=str,
+)
+def test_ranks_run_the_calls_that_the_simulator_predicts(ranks, pipeline):
+    num_pipe = 2 if pipeline.schedule == "interleaved" else len(pipeline.blocks)
+    plan = pipeline_plan(pipeline, num_pipe, 1, DATA, LLAMA)
+    workload, cluster = describe(make_model().float(), tokens(0)), presets.unmeasured_cluster(num_pipe, 1, 1 << 33)
+    problem = replace(define_problem(workload, cluster, SIZE, Precision()), axes=plan.axes, pipeline=pipeline)
+    predicted = simulate_ranks(pipeline_calls(replace(problem, dense=DATA), 5), blocking=True)
+    for rank, traced in enumerate(ranks.run(num_pipe, traced_calls, plan)):
+        assert traced == calls_on_main(predicted, rank), f"rank {rank}"
+        assert len(traced) > 4 * pipeline.micro_batches
