@@ -331,7 +331,7 @@ def main() -> None:
     except (UserError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
             raise
-        print(f"shardwright: {UserError(str(error))}", file=sys.stderr)
+        sys.stderr.write(f"shardwright: {UserError(str(error))}\n")  # at once: the launcher recognizes equal errors
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:
         from shardwright.runtime.memory_check import out_of_memory_message

@@ -1,7 +1,7 @@
 """Checkpoints of pipelines: complete over the union of ranks, and loadable under any other parallelism."""
 
-import resource
 from contextlib import ExitStack, closing
+from ctypes import CDLL
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,8 +145,13 @@ def test_all_ranks_report_what_does_not_fit(ranks, tmp_path):
     assert "is in group 0 of the dense optimizer, in this job in group 1" in error
 
 
-def save_in_little_memory(plan: Plan, root: Path) -> tuple[int, int]:
-    """Save with memory capped; returns bytes of the whole model, and how many this rank could allocate."""
+def memory(field: str) -> int:
+    """Bytes of this process from /proc/self/status: VmRSS, resident now; VmHWM, the peak."""
+    return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0]) * 1024
+
+
+def peak_memory_of_saving(plan: Plan, root: Path) -> tuple[int, int]:
+    """Bytes of the whole model, and by how many the memory of this rank grew at most while it saved."""
     torch.manual_seed(4)
     shape = {"vocabulary": 64, "context": TOKENS, "channels": 1024, "num_blocks": 4, "num_heads": 4}
     with ExitStack() as stack:
@@ -155,22 +160,21 @@ def save_in_little_memory(plan: Plan, root: Path) -> tuple[int, int]:
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())
         job = build(model, plan, optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1))
         stack.callback(job.mesh.close)
-        used = int(Path("/proc/self/status").read_text().partition("VmSize:")[2].split()[0]) * 1024
-        limits = resource.getrlimit(resource.RLIMIT_AS)
-        cap = int(num_bytes * 0.8)
-        resource.setrlimit(resource.RLIMIT_AS, (used + cap, limits[1]))
-        stack.callback(resource.setrlimit, resource.RLIMIT_AS, limits)
-        with pytest.raises(RuntimeError):  # the cap works: the whole model does not fit
-            torch.empty(num_bytes, dtype=torch.uint8)
+        CDLL(None).malloc_trim(0)  # freed memory must not hide what saving takes
+        before = memory("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
         job.save(root)
-        return num_bytes, cap
+        return num_bytes, memory("VmHWM") - before
 
 
 @pytest.mark.parametrize("name", ["FSDP", "PP 2"])
 def test_no_rank_gathers_the_model_to_save_it(ranks, tmp_path, name):
+    """Each rank takes a copy of its own half, and less than half of the model for all else."""
     plan = PLANS[name]
     dense = replace(plan.dense, dtype="float32", state="float32")
     pipeline = replace(plan.pipeline, blocks=(2, 2)) if plan.pipeline is not None else None
-    sizes = ranks.run(2, save_in_little_memory, replace(plan, dense=dense, pipeline=pipeline), tmp_path)
+    sizes = ranks.run(2, peak_memory_of_saving, replace(plan, dense=dense, pipeline=pipeline), tmp_path)
     with closing(Checkpoint(checkpoint_path(tmp_path, 0))) as checkpoint:
-        assert checkpoint.manifest.bytes_ > sizes[0][0] > sizes[0][1]
+        assert checkpoint.manifest.bytes_ > sizes[0][0]
+    for num_bytes, peak in sizes:
+        assert 0.4 * num_bytes < peak < 0.8 * num_bytes

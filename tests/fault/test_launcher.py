@@ -176,8 +176,9 @@ def test_the_log_of_a_rank_that_crashes_has_its_traceback(tmp_path):
     assert "Fatal Python error: Segmentation fault" in log_path(line).read_text()
 
 
-def test_an_invalid_setting_is_an_error_without_messages_about_ranks(tmp_path):
-    job = jobs.start(tmp_path, "train.steps=4", "tables.lr=-1")
+@pytest.mark.parametrize("setting", ["tables.lr=-1", "plan.pins.nobody=row"])
+def test_an_invalid_setting_is_one_line_without_messages_about_ranks(tmp_path, setting):
+    job = jobs.start(tmp_path, "train.steps=4", setting)
     assert job.wait(jobs.SECONDS) == 2
     lines = (tmp_path / "stderr").read_text().splitlines()
-    assert lines and not [line for line in lines if "shardwright: rank" in line], lines
+    assert len({*lines}) == len(lines) and not [line for line in lines if "shardwright: rank" in line], lines

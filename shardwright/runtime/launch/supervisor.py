@@ -22,6 +22,7 @@ from shardwright.runtime.launch.signals import SECONDS_BETWEEN_SIGNALS, STOP_SIG
 
 POLL_SECONDS = 0.2
 SECONDS_TO_FOLLOW = 15.0  # time in which the other ranks must exit after one has stopped on a signal
+ERROR_PREFIX = b"shardwright: "  # of an error of one line
 SECONDS_TO_DRAIN = 2.0  # time limit for reading the output of a dead rank while other processes hold its pipe open
 STOP_CODES = tuple(128 + number for number in STOP_SIGNALS)
 OUT_OF_MEMORY_KILLS = "oom_kill "  # line prefix in /proc/vmstat
@@ -46,6 +47,7 @@ class Supervisor:
         self._signal_time = 0.0
         self._was_killed = False  # all ranks, by a second signal
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._errors: set[bytes] = set()  # that ranks have reported
         self._handlers = install_handler(self._handle_signal)
 
     def __enter__(self) -> "Supervisor":
@@ -61,6 +63,7 @@ class Supervisor:
         """Run the command once with each environment, by rank, until all have ended."""
         kills_before = _count_out_of_memory_kills()
         self._processes = []
+        self._errors = set[bytes]()
         with selectors.DefaultSelector() as pipes:
             for rank, environment in enumerate(environments):
                 process = subprocess.Popen(
@@ -82,7 +85,7 @@ class Supervisor:
             finally:
                 self._kill()
                 self._reap()
-                _drain(pipes)
+                _drain(pipes, self._errors)
 
     def log_path(self, rank: int) -> Path:
         return self.log_directory / f"rank-{rank}.log"
@@ -94,7 +97,7 @@ class Supervisor:
         """
         deadline = float("inf")
         while any(process.poll() is None for process in self._processes) and time.monotonic() < deadline:
-            _copy_output(pipes, POLL_SECONDS)
+            _copy_output(pipes, POLL_SECONDS, self._errors)
             codes = [process.poll() for process in self._processes]
             if any(code and code not in STOP_CODES for code in codes):
                 return
@@ -163,8 +166,11 @@ def _count_out_of_memory_kills() -> int:
     return 0
 
 
-def _copy_output(pipes: selectors.BaseSelector, seconds: float) -> bool:
-    """Copy the ranks' output to their logs and to stderr; return whether there was any."""
+def _copy_output(pipes: selectors.BaseSelector, seconds: float, errors: set[bytes]) -> bool:
+    """Copy the ranks' output to their logs and to stderr; return whether there was any.
+
+    `errors`: the errors printed so far; all ranks may report the same one, which is printed once.
+    """
     if not pipes.get_map():
         time.sleep(seconds)
         return False
@@ -173,6 +179,9 @@ def _copy_output(pipes: selectors.BaseSelector, seconds: float) -> bool:
         pipe: IO[bytes] = key.fileobj  # pyright: ignore[reportAssignmentType]
         if output := os.read(pipe.fileno(), 1 << 16):
             key.data.write(output)
+            if output in errors:
+                continue
+            errors |= {output} if output.startswith(ERROR_PREFIX) else set()
             with suppress(OSError):  # stderr has no reader any more
                 sys.stderr.flush()
                 os.write(2, output)
@@ -183,11 +192,11 @@ def _copy_output(pipes: selectors.BaseSelector, seconds: float) -> bool:
     return bool(ready)
 
 
-def _drain(pipes: selectors.BaseSelector) -> None:
+def _drain(pipes: selectors.BaseSelector, errors: set[bytes]) -> None:
     """Copy the remaining output of dead ranks, then close their pipes and logs."""
     deadline = time.monotonic() + SECONDS_TO_DRAIN
     while pipes.get_map() and time.monotonic() < deadline:
-        _copy_output(pipes, 0.05)
+        _copy_output(pipes, 0.05, errors)
     for key in list(pipes.get_map().values()):
         pipes.unregister(key.fileobj)
         key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue]
