@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.turns import TurnServer, make_broadcast
 
-VOCABULARY, CHANNELS, NUM_HEADS, NUM_BLOCKS = 256, 512, 8, 8
+VOCABULARY, CHANNELS, NUM_HEADS, NUM_BLOCKS = 256, 512, 8, 16
 TOKENS, MICRO_BATCH_SIZE, MICRO_BATCHES = 32, 2, 8
 BATCHES, SEED, LEARNING_RATE = 4, 7, 0.05
 MIN_WORK_SECONDS = 1e-4  # a shorter part of a pass is what precedes its wait for a message
