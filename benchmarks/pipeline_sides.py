@@ -91,7 +91,7 @@ def make_plan(num_ranks: int, schedule: str) -> Any:
         axes=(Axis("pipe", "host", num_ranks), Axis("data", "local", 1)),
         lanes=(*LANES, *PIPELINE_LANES),
         stages=pipeline_stages(),
-        pipeline=Pipeline((NUM_BLOCKS // num_chunks,) * num_chunks, MICRO_BATCHES, schedule),
+        pipeline=Pipeline((NUM_BLOCKS // num_chunks,) * num_chunks, MICRO_BATCHES, schedule),  # pyright: ignore[reportArgumentType]
         dense=replace(single.dense, replicate=("data@local",)),
     )
 
@@ -150,7 +150,7 @@ class TorchSide:
         chunks, num_chunks = rank_chunks(pipeline, mesh.size, mesh.rank), len(pipeline.blocks)
         modules = [make_chunk(model, chunk) for chunk in chunks]
         stages = [
-            TimedStage(module, chunk.number, num_chunks, torch.device("cpu"), group=group)
+            TimedStage(module, chunk.number, num_chunks, torch.device("cpu"), group=group)  # pyright: ignore[reportArgumentType]
             for module, chunk in zip(modules, chunks, strict=True)
         ]
         if schedule == "1f1b":
