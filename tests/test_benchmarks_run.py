@@ -12,7 +12,7 @@ from benchmarks import results_file
 from benchmarks.dependencies import ROOT
 from benchmarks.scripts import SCRIPTS
 
-NEEDS_LAB = ("cost_model", "exchange", "hsdp", "ingest", "precision", "recipes", "serving", "sharding")
+NEEDS_LAB = ("cost_model", "exchange", "hsdp", "ingest", "pipeline", "precision", "recipes", "serving", "sharding")
 PICTURES = {"sharding_picture": "sharding-2cores.json", "dhen_picture": "dhen_published-simulated.json"}
 
 
@@ -46,7 +46,15 @@ def test_every_benchmark_has_a_smallest_case():
     """All modules except shared code, plotting, and workers that run in TorchRec's environment."""
     shared = {
         *("__init__", "__main__", "criteo_like", "dependencies", "dhen_cases", "dhen_data", "dhen_summary"),
-        *("embedding_peers", "hsdp_model", "live_memory", "placement_torchrec", "results_file", "scripts"),
+        *(
+            "embedding_peers",
+            "hsdp_model",
+            "live_memory",
+            "pipeline_sides",
+            "placement_torchrec",
+            "results_file",
+            "scripts",
+        ),
         *("sharding_tables", "sharding_torchrec", "turns", *PICTURES),
     }
     assert {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - shared == {*SCRIPTS}

@@ -19,7 +19,7 @@ from shardwright.spec.lanes import MAIN, PIPE, PIPE_BACKWARD
 from shardwright.spec.plan import Pipeline, Plan, Stage
 
 FORWARD, BACKWARD = "forward", "backward"
-FIRST_STAGES = ("read", "to_device", "request", "lengths")  # run for all micro-batches of a step before its tokens
+FIRST_STAGES = ("read", "to_device", "request", "lengths")  # run for all micro-batches of a step at once
 
 
 class Token(NamedTuple):
@@ -138,7 +138,8 @@ def rank_stages(plan: Plan, rank: int) -> tuple[Stage, ...]:
 def rank_schedule(plan: Plan, rank: int, micro_batches: int, *, overlap: bool = True) -> Schedule:
     """The calls of a rank's step in a pipeline, in order: what comes before forward, the schedule, then the rest.
 
-    Empty without a pipeline. With `overlap`, each message is received during the pass before the one that needs it.
+    Empty without a pipeline. With `overlap`, each message is received during the pass before the one that needs it, and
+    the next step's batches are read and announced where the rank waits for the first message of a step anyway.
     """
     if plan.pipeline is None:
         return ()
@@ -149,14 +150,16 @@ def rank_schedule(plan: Plan, rank: int, micro_batches: int, *, overlap: bool = 
     trains = any(name.startswith(BACKWARD) for name in names)
     tokens = [token for token in tokens if trains or token.pass_ == FORWARD]
     last_pass = {token.micro: position for position, token in enumerate(tokens)}
-    calls = [
-        (stage.name, micro) for stage in plan.stages if stage.name in FIRST_STAGES for micro in range(micro_batches)
-    ]
-    calls.append(("weigh", 0))
+    first = [stage for stage in plan.stages if stage.name in FIRST_STAGES]
+    first_calls = [(stage.name, micro) for stage in first for micro in range(micro_batches)]
+    is_ahead = trains and overlap and all(stage.lead for stage in first)
+    first_position = _first_wait(tokens, is_last=index == num_ranks - 1) if is_ahead else -1
+    calls = [("weigh", 0)] if is_ahead else [*first_calls, ("weigh", 0)]
     ahead = 1 if overlap else 0
     calls += _token_calls(tokens[:ahead], chunks, names, "receive")
     for position, token in enumerate(tokens):
         calls += _token_calls(tokens[position + ahead : position + ahead + 1], chunks, names, "receive")
+        calls += first_calls if position == first_position else []
         calls += _token_calls([token], chunks, names, "")
         calls += _token_calls([token], chunks, names, "send")
         if last_pass[token.micro] == position and not trains:
@@ -164,6 +167,11 @@ def rank_schedule(plan: Plan, rank: int, micro_batches: int, *, overlap: bool = 
     if trains:
         calls += [("step", 0), *(("emit", micro) for micro in range(micro_batches))]
     return calls
+
+
+def _first_wait(tokens: Sequence[Token], *, is_last: bool) -> int:
+    """The pass before which a rank waits longest: the last one for activations, the others for the first gradients."""
+    return 0 if is_last else next(position for position, token in enumerate(tokens) if token.pass_ == BACKWARD)
 
 
 def _token_calls(tokens: Sequence[Token], chunks: Sequence[Chunk], names: set[str], message: str) -> Schedule:

@@ -6,7 +6,11 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import _schedule_visualizer as visualizer
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
 
-from shardwright.spec.pipeline import SCHEDULES
+from shardwright.planner.step.stages import pipeline_stages
+from shardwright.spec.axes import Axis
+from shardwright.spec.lanes import LANES, PIPELINE_LANES
+from shardwright.spec.pipeline import FIRST_STAGES, SCHEDULES, rank_schedule
+from shardwright.spec.plan import Pipeline, Plan
 
 
 def tokens_by_rank(name, num_ranks, num_chunks, micro_batches):
@@ -76,3 +80,22 @@ def test_the_order_is_that_of_torch(shape):
                 f"{rank}F{t.micro + 1}" if t.pass_ == "forward" else text for t, text in zip(tokens, ours, strict=True)
             ]
         assert ours == [op for op in theirs if "REDUCE_GRAD" not in op]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("pipeline", [Pipeline((1, 1, 1), 4), Pipeline((1,) * 6, 3, "interleaved")], ids=str)
+def test_the_next_batches_are_announced_where_a_rank_waits_for_a_message(pipeline, overlap):
+    axes, lanes = (Axis("pipe", "host", 3),), (*LANES, *PIPELINE_LANES)
+    plan = Plan(
+        version=4, workload_digest="", axes=axes, lanes=lanes, tables=(), stages=pipeline_stages(), pipeline=pipeline
+    )
+    for rank in range(3):
+        names = [name for name, _ in rank_schedule(plan, rank, pipeline.micro_batches, overlap=overlap)]
+        first, last = (names.index(FIRST_STAGES[0]), max(i for i, name in enumerate(names) if name in FIRST_STAGES))
+        assert last - first + 1 == len(FIRST_STAGES) * pipeline.micro_batches
+        next_pass = next(name for name in names[last:] if name.startswith(("forward", "backward", "weigh")))
+        if not overlap:
+            assert first == 0 and next_pass == "weigh"
+        else:
+            assert names[0] == "weigh" and next_pass.startswith("forward" if rank == 2 else "backward")
+        assert not any(name.startswith("backward") for name in names[:first])
