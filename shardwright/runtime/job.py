@@ -57,8 +57,6 @@ class Job:
         self.tracer = Tracer(
             rank=step.mesh.rank, device=step.mesh.device, micro_batches=step.accumulation.num_micro_batches
         )
-        for sharded in step.sharded_models:
-            sharded.trace_wait = self.tracer.trace_wait
         self._step = step
         self._user_loop = user_loop
         self.local_state = LocalState(

@@ -188,7 +188,8 @@ class UserLoop:
         """Wait for all gradients, update the tables, and add the dense gradients from before this backward pass."""
         sparse = self._sparse
         with self._watch("update"):
-            reduction = self._reducer.end_backward() if self._reducer is not None else None
+            if self._reducer is not None:
+                self._reducer.end_backward()
             if sparse is not None and sparse.trained:
                 if self._pending is None:  # this rank's loss does not depend on some vectors
                     self._send_vector_grads()
@@ -196,8 +197,8 @@ class UserLoop:
                 sparse.update(
                     self._routed, sparse.exchange.broadcast_in_host(self._routed, self._pending.wait()).wait()
                 )
-            if reduction is not None:
-                reduction.wait()
+            if self._reducer is not None:
+                self._reducer.finish_reductions()
         for parameter, gradient in self._earlier_grads:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._announced = self._routed = self._vectors = self._grad_nodes = self._pending = None
@@ -230,7 +231,11 @@ def single_process_batches(shards: ShardedModel, loader: Iterable[Batch], device
     def begin_backward(_: Tensor) -> None:
         if not shards.in_backward:
             shards.begin_backward(overlap=False)
-            Variable._execution_engine.queue_callback(lambda: shards.end_backward().wait())
+            Variable._execution_engine.queue_callback(end_backward)
+
+    def end_backward() -> None:
+        shards.end_backward()
+        shards.finish_reductions()
 
     hooks = [leaf.register_hook(begin_backward) for leaf in shards.leaves]
     try:
