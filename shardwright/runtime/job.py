@@ -191,7 +191,7 @@ class Job:
         if self._step.accumulation.num_micro_batches > 1:
             raise UserError("accumulate is for job.run: in a user training loop tables update in every backward pass")
         if self._user_loop is not None:
-            yield from self._user_loop.batches(loader)
+            yield from self._user_loop.batches(loader, self.tracer)
             return
         if self._step.sharded_models:
             yield from single_process_batches(self._step.sharded_models[0], loader, self.mesh.device)
