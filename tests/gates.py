@@ -42,6 +42,28 @@ MUTABLE_CALL = (
     r"list|dict|set|bytearray|array\.array|itertools\.count|threading\.local|weakref\.Weak\w+(Dictionary|Set)"
     r"|collections\.(defaultdict|deque|Counter|OrderedDict|ChainMap)"
 )
+COLLECTIVE = re.compile(
+    r"shardwright\.comm\.(collective|flat_collectives|point_to_point|hierarchical)\."
+    r"(\w*all_reduce|all_gather|all_to_all|reduce_scatter|broadcast|many_to_one|send|receive)(_\w+)?"
+)
+NOT_PENDING = re.compile(r"self|process|(.*\.)?_?\w*(saver|publisher|writer)s?(\[.*\])?")  # whose `wait` is another
+# Functions that issue or wait outside of slots; an empty tuple stands for all functions of the file.
+BLOCKING: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        # Set-up, agreement, checkpoints, and lookups outside of a step.
+        "dense/flat_parameter.py": ("__init__", "all_gather_tensors"),
+        "dense/replicated.py": ("broadcast_values",),
+        "embeddings/exchange.py": ("route", "pool", "_exchange_weights"),
+        "embeddings/full_tables.py": ("gather_state",),
+        "runtime/agreement.py": (),
+        "runtime/bindings.py": ("wait_for_end",),
+        "runtime/rank_group.py": (),
+        # Inside one stage, whose event includes the wait: "ids" (sizes of id weights), "update", and "step".
+        "dense/clip_grad_norm.py": (),
+        "embeddings/update.py": ("_gradient_sums", "_gather_replicas", "_finish_column_shards"),
+        "embeddings/used_features.py": ("restrict", "_exchange_masks"),
+    }
+)
 READ_BY_LIBRARIES = ("__all__", "__pydantic_config__")
 
 Finding = tuple[str, int, str]
@@ -386,6 +408,56 @@ def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
             yield from _outside_functions(child)
 
 
+@gate(
+    "return the Pending to a function of a stage, which sets a slot to it (Slots.issue, issues), or add it to BLOCKING"
+)
+def stage_communication(root: Path) -> Iterator[Finding]:
+    """In a step, functions of stages issue collectives; who reads a slot waits.
+
+    A function that returns a Pending issues for the stage that calls it; what it waits for in a nested function runs
+    when its result is waited for.
+    """
+    for source in sources(root):
+        if source.inner_path.startswith(("dense/", "embeddings/", "runtime/")):
+            for call, outer in _calls(source.nodes[0], ()):
+                if use := _communication(source, call):
+                    depth = next((i for i, node in enumerate(outer, start=1) if _returns_pending(node)), 0)
+                    if depth and ("waits" not in use or depth < len(outer)):
+                        continue
+                    if not any(_may_block(source, node) for node in outer):
+                        yield source.path, call.lineno, use
+
+
+def _calls(node: ast.AST, outer: tuple[ast.AST, ...]) -> Iterator[tuple[ast.Call, tuple[ast.AST, ...]]]:
+    """Each call, and the functions around it from the outermost."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call):
+            yield child, outer
+        yield from _calls(child, (*outer, child) if isinstance(child, Function | ast.Lambda) else outer)
+
+
+def _communication(source: Source, call: ast.Call) -> str:
+    if COLLECTIVE.fullmatch(name := source.dotted(call.func) or ""):
+        return f"issues {name} outside of a stage"
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "wait" and not call.args:
+        receiver = ast.unparse(call.func.value)
+        return "" if NOT_PENDING.fullmatch(receiver) else f"waits for {receiver} outside of slots"
+    return ""
+
+
+def _returns_pending(node: ast.AST) -> bool:
+    return isinstance(node, Function) and node.returns is not None and "Pending" in ast.unparse(node.returns)
+
+
+def _may_block(source: Source, node: ast.AST) -> bool:
+    """Whether it is the function of a stage, or may block."""
+    if not isinstance(node, Function):
+        return False
+    is_stage = any("accesses(" in ast.unparse(decorator) for decorator in node.decorator_list)
+    blocking = BLOCKING.get(source.inner_path)
+    return is_stage or (blocking is not None and (not blocking or node.name in blocking))
+
+
 def _is_mutable(source: Source, value: ast.AST | None) -> bool:
     if isinstance(value, ast.Tuple | ast.BinOp | ast.IfExp | ast.BoolOp):
         return any(_is_mutable(source, part) for part in ast.iter_child_nodes(value))
@@ -412,5 +484,6 @@ GATES: Mapping[str, Gate] = MappingProxyType(
         "class depth": class_depth,
         "overriding": overriding,
         "mutable state": mutable_state,
+        "stage communication": stage_communication,
     }
 )

@@ -100,6 +100,26 @@ csrc/dedup.cpp
 """
 
 PLANTS = """
+stage communication: shardwright/dense/a.py
+    from functools import partial
+    from shardwright.comm import collective as c, point_to_point
+    from shardwright.comm.collective import broadcast
+    def start(x, group) -> Pending:
+        pending = c.all_reduce(x, group)
+        pending.wait()  #! waits for pending outside of slots
+        return pending.then(lambda y: y + pending.wait())
+    class A:
+        @accesses(reads=("x",), writes=("sum",))
+        def add(self, slots):
+            slots.issue("sum", c.all_reduce_bf16(slots["x"], self.group))
+        def hook(self, x):
+            self.saver.wait()
+            y = c.all_reduce(x, self.group)  #! issues shardwright.comm.collective.all_reduce outside of a stage
+            return y.wait()  #! waits for y outside of slots
+        later = partial(c.all_reduce, 1)
+    point_to_point.send(1)  #! issues shardwright.comm.point_to_point.send
+    broadcast(1)  #! issues shardwright.comm.collective.broadcast
+
 layered: shardwright/stray/a.py
     x = 1  #! "stray" has no layer
 
@@ -304,6 +324,7 @@ REMEDIES = {
     "class depth": "do not subclass to make a choice",
     "overriding": "make that method abstract",
     "mutable state": "tuple, frozenset or MappingProxyType",
+    "stage communication": "add it to BLOCKING",
     "line budget": "raise its budget",
 }
 BUDGETS = dict.fromkeys((".", "spec", "planner", "comm", "kernels", "layers", "data", "runtime", "report"), 99)

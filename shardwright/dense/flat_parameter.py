@@ -1,6 +1,6 @@
 """Flat parameters (FSDP): parameters concatenated in one tensor that is sharded over a group.
 
-The flat tensor has storage from `unshard` to `reshard`, and modules see full parameters from `wait_for_unshard` on; at
+The flat tensor has storage from `unshard` to `reshard`, and modules see full parameters once it is all-gathered; at
 other times they hold this rank's rows. Shard boundaries lie between rows, nearly even: a shard consists of whole rows
 of each parameter and is contiguous in the flat tensor, so that an all-gather needs no padding, and no copy except of
 this rank's shard.
@@ -81,10 +81,8 @@ class FlatParameter:
             )
         self.leaves = [self._make_leaf(tensor, start) for tensor, start in zip(tensors, self._offsets, strict=False)]
         self.shards = [self._make_shard(index, tensor) for index, tensor in enumerate(tensors)]
-        self._pending: Pending[Tensor] | None = None
         self._is_unsharded = True
         self._flat_grad: Tensor | None = None
-        self.reduced_grad: Tensor | None = None
         self.residual: Tensor | None = None  # error feedback residual of this rank's shard
         self.has_grad = [False] * len(tensors)
         self.has_earlier_grad = [False] * len(tensors)
@@ -100,25 +98,19 @@ class FlatParameter:
         """By parameter: whether this micro-batch or an earlier one of the step gave it a gradient."""
         return [now or before for now, before in zip(self.has_grad, self.has_earlier_grad, strict=True)]
 
-    def unshard(self) -> Pending[Tensor] | None:
-        """Issue the all-gather over the group; None if it is in flight or complete."""
-        if self._is_unsharded or self._pending is not None:
-            return None
+    def unshard(self) -> Pending[None]:
+        """Issue the all-gather over the group; from `wait()` on, modules see the full parameters."""
         self._flat.untyped_storage().resize_(len(self._flat) * self._flat.element_size())
         self._flat[slice(*self._local_range)].copy_(self.local_shard)
-        self._pending = flat_collectives.all_gather_flat(_alias_memory(self._flat), self._shard_sizes, self._group)
-        return self._pending
+        flat = _alias_memory(self._flat)
+        return flat_collectives.all_gather_flat(flat, self._shard_sizes, self._group).then(self._set_unsharded)
 
-    def wait_for_unshard(self) -> None:
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
-            self._is_unsharded = True
-            self._set_module_parameters(self.leaves)
+    def _set_unsharded(self, _: Tensor) -> None:
+        self._is_unsharded = True
+        self._set_module_parameters(self.leaves)
 
     def reshard(self) -> None:
-        if self._pending is not None:
-            self.wait_for_unshard()
+        """Free the flat tensor; no all-gather may be in flight."""
         if self._is_unsharded:
             self._is_unsharded = False
             self._set_module_parameters(self.shards)
@@ -137,7 +129,7 @@ class FlatParameter:
         """Reset the gradients before a backward pass; gradients of earlier micro-batches stay at the shards."""
         self.has_grad = [False] * len(self.leaves)
         self.has_earlier_grad = [shard.grad is not None for shard in self.shards]
-        self._flat_grad = self.reduced_grad = None
+        self._flat_grad = None
 
     def copy_grad(self, index: int, scale: float) -> None:
         """Move the gradient of a leaf, multiplied by `scale`, to the flat gradient."""
@@ -171,10 +163,8 @@ class FlatParameter:
                 shard.grad = None
         return total
 
-    def assign_grads(self, has_grad: Sequence[bool]) -> None:
-        """Add `reduced_grad` to the gradients of shards of which any rank has a gradient (`has_grad`)."""
-        total, self.reduced_grad = self.reduced_grad, None
-        assert total is not None
+    def assign_grads(self, total: Tensor, has_grad: Sequence[bool]) -> None:
+        """Add the reduced gradient to the gradients of shards of which any rank has a gradient (`has_grad`)."""
         if self._offloaded_grad is not None and not any(shard.grad is not None for shard in self.shards):
             total = self._offloaded_grad.copy_(total)
         for shard, view, is_set in zip(self.shards, self._split_by_shard(total), has_grad, strict=True):

@@ -5,26 +5,24 @@ each as soon as it and all before it are complete. A missing gradient counts as 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.comm import collective
 from shardwright.comm.mesh import Group
-from shardwright.comm.pending import Pending
 from shardwright.dense.weak_hook import weak_hook
 from shardwright.spec.wire import GRADIENT_BUCKET_BYTES
-
-IssuedWork = tuple[str, str, Pending[Any]]  # name, lane, work
+from shardwright.step.inner import InnerStage, InnerStages
+from shardwright.step.slots import issues
 
 
 class Bucket:
     """Flat gradients of some parameters, followed by one value per parameter: whether it has a gradient."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], error_feedback: bool, name: str) -> None:
-        """`name`: of the plan's stage that reduces it."""
-        self.parameters, self.name = list(parameters), name
+    def __init__(self, parameters: Sequence[nn.Parameter], error_feedback: bool) -> None:
+        self.parameters = list(parameters)
         sizes = [parameter.numel() for parameter in parameters]
         like = parameters[0]
         self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=like.dtype, device=like.device)
@@ -32,6 +30,7 @@ class Bucket:
         self.views = [view.view_as(parameter) for view, parameter in zip(views, parameters, strict=True)]
         self.residual = torch.zeros_like(self.flat) if error_feedback else None
         self.num_missing = len(sizes)
+        self.phases: list[InnerStage] = []  # of its all-reduce
 
     def clear(self) -> None:
         self.num_missing = len(self.parameters)
@@ -74,14 +73,13 @@ class ReplicatedModel:
         stage_of: Callable[[nn.Parameter], str] = lambda _: "reduce",
     ) -> None:
         """`stage_of`: the name of the plan's stage that reduces a parameter's gradient."""
-        self._group, self._bf16_reduce = group, bf16_reduce
-        self._buckets = [
-            Bucket(bucket_parameters, bf16_reduce, stage_of(bucket_parameters[-1]))
-            for bucket_parameters in split_into_buckets(parameters)
-        ]
-        self._pending: list[Pending[Any]] = []  # by bucket; of a bf16 all-reduce, its first phase
-        self._second_phases: list[Pending[Tensor]] = []
-        self._issued: list[IssuedWork] = []
+        self.stages = InnerStages()
+        self._group, self._buckets = group, list[Bucket]()
+        for number, bucket_parameters in enumerate(split_into_buckets(parameters)):
+            bucket = Bucket(bucket_parameters, bf16_reduce)
+            bucket.phases = self._bind_stages(bucket, stage_of(bucket_parameters[-1]), f"bucket.{number}")
+            self._buckets.append(bucket)
+        self._num_issued = 0
         self._is_reducing = self._overlap = False
         self._grad_scale = 1.0
         for bucket in self._buckets:
@@ -105,38 +103,32 @@ class ReplicatedModel:
         With `overlap`, buckets are all-reduced while the backward pass runs. Before the last micro-batch of a step,
         gradients only accumulate on each rank.
         """
-        self._pending, self._second_phases, self._issued = [], [], []
+        self._release()
         self._is_reducing, self._overlap, self._grad_scale = is_last_micro_batch, overlap, grad_scale
         for bucket in self._buckets:
             bucket.clear()
 
-    def end_backward(self) -> Pending[None]:
-        """Issue the remaining buckets; after `wait()`, gradients are the sums over all ranks.
-        Before the last micro-batch of a step, do nothing."""
+    def end_backward(self) -> None:
+        """Issue the remaining buckets; before the last micro-batch of a step, do nothing."""
         if not self._is_reducing:
-            return Pending(lambda: None)
+            return
         self._is_reducing = False
-        for bucket in self._buckets[len(self._pending) :]:
+        for bucket in self._buckets[self._num_issued :]:
             bucket.copy_remaining_grads(self._grad_scale)
         self._issue_buckets(complete_only=False)
 
-        def finish() -> None:
-            self.continue_reduction()
-            for bucket, work in zip(self._buckets, self._second_phases, strict=True):
-                work.wait()
-                bucket.assign_grads()
-
-        return Pending(finish)
-
     def continue_reduction(self) -> None:
-        """Issue the second phase of bf16 all-reduces, so that it overlaps with what runs until `wait()`."""
-        for work in self._pending[len(self._second_phases) :]:
-            self._second_phases.append(work.wait() if self._bf16_reduce else work)
+        """Issue the second phase of bf16 all-reduces, so that it overlaps with what runs until `finish_reductions`."""
+        for bucket in self._buckets[: self._num_issued]:
+            self.stages.run(*bucket.phases)
 
-    def pop_issued(self) -> list[IssuedWork]:
-        """Return the collectives issued since the last call."""
-        issued, self._issued = self._issued, []
-        return issued
+    def finish_reductions(self) -> None:
+        """Wait for the reductions of the last backward pass; gradients are then the sums over all ranks."""
+        self.continue_reduction()
+        for bucket in self._buckets[: self._num_issued]:
+            bucket.phases[-1].wait_for_value()
+            bucket.assign_grads()
+        self._release()
 
     def _post_accumulate_grad(self, bucket: Bucket, index: int) -> None:
         if self._is_reducing:
@@ -145,16 +137,25 @@ class ReplicatedModel:
                 self._issue_buckets(complete_only=True)
 
     def _issue_buckets(self, *, complete_only: bool) -> None:
-        for bucket in self._buckets[len(self._pending) :]:
+        for bucket in self._buckets[self._num_issued :]:
             if complete_only and bucket.num_missing:
                 return
-            self._pending.append(self._all_reduce(bucket))
-            self._issued.append((bucket.name, self._group.lane, self._pending[-1]))
+            self.stages.run(bucket.phases[0])
+            self._num_issued += 1
 
-    def _all_reduce(self, bucket: Bucket) -> Pending[Any]:
-        if self._bf16_reduce:
-            return collective.two_phase_all_reduce_bf16(bucket.flat, self._group, bucket.residual)
-        return collective.all_reduce(bucket.flat, self._group)
+    def _release(self) -> None:
+        self._num_issued = 0
+        for bucket in self._buckets:
+            for phase in bucket.phases:
+                phase.release()
+
+    def _bind_stages(self, bucket: Bucket, name: str, slot: str) -> list[InnerStage]:
+        bind, lane = self.stages.bind, self._group.lane
+        if bucket.residual is None:
+            return [bind(name, lane, issues(slot, partial(collective.all_reduce, bucket.flat, self._group)))]
+        send = partial(collective.two_phase_all_reduce_bf16, bucket.flat, self._group, bucket.residual)
+        phase = f"{slot}.second"
+        return [bind(name, lane, issues(phase, send)), bind(name, lane, issues(slot, lambda second: second, (phase,)))]
 
 
 @torch.no_grad()

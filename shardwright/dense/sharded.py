@@ -13,9 +13,9 @@ of no block, or shared by several blocks, are replicated on all ranks (`Replicat
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -25,11 +25,13 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright.comm import collective
 from shardwright.comm.mesh import Group
-from shardwright.comm.pending import Pending
+from shardwright.comm.pending import Pending, ready
 from shardwright.dense.flat_parameter import FlatParameter
-from shardwright.dense.replicated import IssuedWork, ReplicatedModel
+from shardwright.dense.replicated import ReplicatedModel
 from shardwright.dense.weak_hook import weak_hook
 from shardwright.errors import UserError
+from shardwright.step.inner import InnerStage, InnerStages
+from shardwright.step.slots import InFlight, Slots, accesses, issues
 
 OffloadFunction = Callable[[Tensor], Tensor]
 OUTPUT_TYPES = (Tensor, int, float, str, type(None))  # a block may return these, or nested containers of them
@@ -47,12 +49,16 @@ class ShardingGroups:
 
 
 class ShardedBlock:
-    """A module with sharded parameters: one flat parameter per dtype, device and `requires_grad`."""
+    """A module with sharded parameters: one flat parameter per dtype, device and `requires_grad`.
+
+    `gathers`, `scatters`, `reduces`: the stages that communicate, one for each flat parameter, or for each trained one.
+    """
 
     def __init__(self, name: str, module: nn.Module, flat_parameters: Sequence[FlatParameter]) -> None:
         self.name, self.module, self.flat_parameters = name, module, flat_parameters
         self.trained_flat_parameters = [flat for flat in flat_parameters if flat.requires_grad]
         self.backward_started = False
+        self.gathers, self.scatters, self.reduces = list[InnerStage](), list[InnerStage](), list[InnerStage]()
 
     @property
     def trained_shards(self) -> list[nn.Parameter]:
@@ -64,16 +70,11 @@ class ShardedBlock:
         """Whether all trained parameters have their gradients of this backward pass."""
         return all(not flat.num_missing for flat in self.trained_flat_parameters)
 
-    def unshard(self) -> list[Pending[Tensor]]:
-        return [work for flat in self.flat_parameters if (work := flat.unshard()) is not None]
-
-    def wait_for_unshard(self) -> None:
-        for flat in self.flat_parameters:
-            flat.wait_for_unshard()
-
     def reshard(self) -> None:
-        for flat in self.flat_parameters:
+        for flat, gather in zip(self.flat_parameters, self.gathers, strict=True):
+            gather.wait_for_value()
             flat.reshard()
+            gather.release()
 
 
 class ShardedModel:
@@ -93,19 +94,16 @@ class ShardedModel:
         self.replicated, self._num_prefetched_blocks = replicated, num_prefetched_blocks
         self._order = list(self._blocks)  # in which they run forward
         self._forward_blocks: list[ShardedBlock] = []  # run since the last backward pass
-        self._reduce_scatters: list[tuple[ShardedBlock, list[Pending[Tensor]]]] = []  # in the order of issue
-        self._replica_reductions: list[list[Pending[Any]]] = []  # of the first blocks of `_reduce_scatters`
-        self._in_backward = self._any_backward_started = self._overlap = False
+        self._scattered: list[ShardedBlock] = []  # in the order of issue
+        self._in_backward = self._any_backward_started = self._overlap = self._is_reducing = False
         self._is_last_micro_batch = True
         self._grad_scale = 1.0
-        self._issued: list[IssuedWork] = []
-        self._pending: Pending[None] | None = None  # the reductions of a backward pass
-        self._last_name = ""  # of the last of them
-        self.trace_wait: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
+        self.stages = replicated.stages if replicated is not None else InnerStages()
         if bf16_reduce and groups.replicas.size > 1:
             for flat in (flat for block in blocks for flat in block.trained_flat_parameters):
                 flat.residual = torch.zeros_like(flat.local_shard)
         for block in self._blocks:
+            self._bind_stages(block)
             block.module.register_forward_pre_hook(partial(self._pre_forward, block))
             block.module.register_forward_hook(partial(self._post_forward, block))
             for flat in block.trained_flat_parameters:
@@ -113,6 +111,7 @@ class ShardedModel:
                     leaf.register_post_accumulate_grad_hook(
                         weak_hook(self._post_accumulate_grad, block, flat, index=index)
                     )
+        self._count = self.stages.bind("backward", groups.all_ranks.lane, self._count_grads)
 
     @property
     def in_backward(self) -> bool:
@@ -143,7 +142,7 @@ class ShardedModel:
         micro-batch of a step.
         """
         self.finish_reductions()
-        self._reduce_scatters, self._replica_reductions, self._issued = [], [], []
+        self._release_grads()
         self._in_backward, self._any_backward_started = True, False
         self._overlap, self._grad_scale, self._is_last_micro_batch = overlap, grad_scale, is_last_micro_batch
         self._order = [block for block in self._order if block not in self._forward_blocks] + self._forward_blocks
@@ -157,66 +156,36 @@ class ShardedModel:
                 overlap=overlap, grad_scale=grad_scale, is_last_micro_batch=is_last_micro_batch
             )
 
-    def end_backward(self) -> Pending[None]:
-        """Issue the remaining reductions; after `wait()`, this rank's shards have their gradients.
-
-        An all-reduce over all ranks determines which parameters have a gradient on any rank.
-        """
+    def end_backward(self) -> None:
+        """Issue the remaining reductions."""
         self._in_backward = self._any_backward_started = False
-        for block in self._blocks:
-            block.reshard()
+        self.reshard()
         self._reduce_scatter(complete_only=False)
-        replicated = self.replicated.end_backward() if self.replicated is not None else None
-        has_local_grad = torch.tensor(
-            [
-                float(has_grad)
-                for block in self._blocks
-                for flat in block.trained_flat_parameters
-                for has_grad in flat.has_step_grad
-            ]
-        )
-        grad_counts = collective.all_reduce(has_local_grad, self._groups.all_ranks) if len(has_local_grad) else None
-
-        def finish() -> None:
-            self.continue_reduction()
-            if replicated is not None:
-                replicated.wait()
-            has_grad = grad_counts.wait().gt(0.5).tolist() if grad_counts is not None else []
-            for (block, _), works in zip(self._reduce_scatters, self._replica_reductions, strict=True):
-                for flat, work in zip(block.trained_flat_parameters, works, strict=True):
-                    flat.reduced_grad = work.wait()
-            for flat in (flat for block in self._blocks for flat in block.trained_flat_parameters):
-                flat.assign_grads(has_grad[: len(flat.leaves)])
-                del has_grad[: len(flat.leaves)]
-            self._reduce_scatters, self._replica_reductions = [], []  # frees the sums, which are gradients now
-            self._pending = None
-
-        self._pending = Pending(finish)
-        return self._pending
+        if self.replicated is not None:
+            self.replicated.end_backward()
+        self.stages.run(self._count)
+        self._is_reducing = True
 
     def continue_reduction(self) -> None:
         """Issue the all-reduce over replicas of all blocks that have been reduce-scattered."""
-        self._reduce_over_replicas(len(self._reduce_scatters))
+        self._reduce_over_replicas()
         if self.replicated is not None:
             self.replicated.continue_reduction()
 
     def finish_reductions(self) -> None:
-        """Wait for the reductions of the last backward pass; the shards then have their gradients."""
-        if self._pending is not None:
-            with self.trace_wait(self._last_name):
-                self._pending.wait()
+        """Wait for the reductions of the last backward pass; this rank's shards then have their gradients."""
+        if self._is_reducing:
+            self.continue_reduction()
+            if self.replicated is not None:
+                self.replicated.finish_reductions()
+            self._assign_grads()
+            self._release_grads()  # frees the sums, which are gradients now
+            self._is_reducing = False
 
     def reshard(self) -> None:
         """Reshard all blocks: a block that no backward pass reached is still unsharded."""
         for block in self._blocks:
             block.reshard()
-
-    def pop_issued(self) -> list[IssuedWork]:
-        """Return the collectives issued since the last call."""
-        issued, self._issued = self._issued, []
-        issued += self.replicated.pop_issued() if self.replicated is not None else []
-        self._last_name = issued[-1][0] if issued else self._last_name
-        return issued
 
     def _pre_forward(self, block: ShardedBlock, *_: Any) -> None:
         if self._any_backward_started:  # activation checkpointing runs the forward again
@@ -255,10 +224,9 @@ class ShardedModel:
     def _unshard(self, block: ShardedBlock, prefetched: Sequence[ShardedBlock] = ()) -> None:
         """Issue the all-gathers of this block and of those to prefetch; wait for this block's."""
         for issued_block in (block, *prefetched):
-            works = issued_block.unshard()
-            self._issued += [(f"gather {issued_block.name}", self._groups.all_gather.lane, work) for work in works]
-        with self.trace_wait(f"gather {block.name}"):
-            block.wait_for_unshard()
+            self.stages.run(*issued_block.gathers)
+        for gather in block.gathers:
+            gather.wait_for_value()
 
     def _post_accumulate_grad(self, block: ShardedBlock, flat: FlatParameter, index: int) -> None:
         if not self._in_backward:
@@ -274,34 +242,61 @@ class ShardedModel:
 
     def _reduce_scatter(self, *, complete_only: bool) -> None:
         """Issue reduce-scatters in reverse block order; if `complete_only`, stop at an incomplete block."""
-        for block in self._order[::-1][len(self._reduce_scatters) :]:
+        for block in self._order[::-1][len(self._scattered) :]:
             if complete_only and not block.has_all_grads:
                 return
-            self._reduce_over_replicas(len(self._reduce_scatters))
-            works = [flat.reduce_scatter_grad() for flat in block.trained_flat_parameters]
-            self._issued += [(f"scatter {block.name}", self._groups.reduce_scatter.lane, work) for work in works]
-            self._reduce_scatters.append((block, works))
+            self._reduce_over_replicas()
+            self.stages.run(*block.scatters)
+            self._scattered.append(block)
 
-    def _reduce_over_replicas(self, num_blocks: int) -> None:
-        """Issue the all-reduces over replicas of the first `num_blocks` reduce-scattered blocks."""
-        group = self._groups.replicas
-        for block, works in self._reduce_scatters[len(self._replica_reductions) : num_blocks]:
-            reductions: list[Pending[Any]] = []
-            for flat, work in zip(block.trained_flat_parameters, works, strict=True):
-                if not self._is_last_micro_batch:
-                    reductions.append(work)
-                    continue
-                with self.trace_wait(f"scatter {block.name}"):
-                    total = flat.add_earlier_grad(work.wait())
-                reductions.append(self._all_reduce(total, flat.residual, group))
-            self._replica_reductions.append(reductions)
-            if group.size > 1 and self._is_last_micro_batch:
-                self._issued += [(f"reduce {block.name}", group.lane, work) for work in reductions]
+    def _reduce_over_replicas(self) -> None:
+        """Issue the all-reduce over replicas of the last reduce-scattered block; those before it are issued already."""
+        if self._is_last_micro_batch and self._scattered:
+            self.stages.run(*self._scattered[-1].reduces)
 
-    def _all_reduce(self, total: Tensor, residual: Tensor | None, group: Group) -> Pending[Any]:
-        if residual is None:
+    def _assign_grads(self) -> None:
+        counts = self._count.wait_for_value()
+        has_grad = iter((counts > 0.5).tolist())
+        for block in self._blocks:
+            sums = block.reduces if self._is_last_micro_batch else block.scatters
+            for flat, stage in zip(block.trained_flat_parameters, sums, strict=True):
+                flat.assign_grads(stage.wait_for_value(), [*islice(has_grad, len(flat.leaves))])
+
+    def _release_grads(self) -> None:
+        self._scattered = []
+        for stage in (self._count, *(stage for block in self._blocks for stage in block.scatters + block.reduces)):
+            stage.release()
+
+    # Stages
+
+    def _bind_stages(self, block: ShardedBlock) -> None:
+        """Make the stages of a block; the names are those of the planner's bodies."""
+        groups, bind = self._groups, self.stages.bind
+        for number, flat in enumerate(block.flat_parameters):
+            whole, scattered, reduced = (f"{block.name}.{number}.{name}" for name in ("whole", "scattered", "reduced"))
+            block.gathers.append(bind(f"gather {block.name}", groups.all_gather.lane, issues(whole, flat.unshard)))
+            if flat.requires_grad:
+                scatter = issues(scattered, flat.reduce_scatter_grad)
+                reduce = issues(reduced, partial(self._all_reduce, flat), (scattered,))
+                block.scatters.append(bind(f"scatter {block.name}", groups.reduce_scatter.lane, scatter))
+                block.reduces.append(bind(f"reduce {block.name}", groups.replicas.lane, reduce))
+
+    def _all_reduce(self, flat: FlatParameter, scattered: Tensor) -> Pending[Tensor]:
+        """All-reduce over the replicas what the micro-batches of a step have accumulated."""
+        total, group = flat.add_earlier_grad(scattered), self._groups.replicas
+        if group.size == 1:
+            return ready(total)
+        if flat.residual is None:
             return collective.all_reduce(total, group)
-        return collective.all_reduce_bf16(total, group, residual)
+        return collective.all_reduce_bf16(total, group, flat.residual)
+
+    @accesses(writes=("grad.counts",))
+    def _count_grads(self, slots: Slots) -> None:
+        """Count the ranks that have a gradient of each parameter: an all-reduce over all ranks."""
+        flats = [flat for block in self._blocks for flat in block.trained_flat_parameters]
+        has_local_grad = torch.tensor([float(has_grad) for flat in flats for has_grad in flat.has_step_grad])
+        counts = collective.all_reduce(has_local_grad, self._groups.all_ranks) if flats else ready(has_local_grad)
+        slots["grad.counts"] = InFlight("backward", slots.call.stage.lane, counts, is_single_event=False)
 
 
 def shard_model(

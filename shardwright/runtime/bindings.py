@@ -31,10 +31,10 @@ from shardwright.runtime.dense_layout import DenseLayout
 from shardwright.runtime.finite_loss import check_loss
 from shardwright.runtime.outputs import BatchParts, Output, Scores
 from shardwright.spec.calls import Call
-from shardwright.spec.lanes import DENSE, HOST, IDS, WIRE
+from shardwright.spec.lanes import DENSE, WIRE
 from shardwright.spec.pipeline import Chunk
 from shardwright.spec.plan import Contract, Stage
-from shardwright.step.slots import Binding, EndOfData, InFlight, Slots, accesses, contract_of
+from shardwright.step.slots import Binding, EndOfData, InFlight, Slots, accesses, contract_of, in_flight
 
 
 def trainable_names(model: nn.Module) -> frozenset[str]:
@@ -156,6 +156,8 @@ class StepBindings:
     ) -> Sequence[InFlight] | None:
         if self.is_watched and self.mesh.heartbeat is not None:
             self.mesh.heartbeat.stage, self.mesh.heartbeat.step = stage, self.num_steps + 1
+        for reducer in self.reducers:
+            reducer.stages.tracer = slots.tracer
         return function(self, slots)
 
     # Batches
@@ -175,7 +177,7 @@ class StepBindings:
     @accesses(reads=("host_batch",), writes=("batch",))
     def copy_to_device(self, slots: Slots) -> None:
         batch = slots["host_batch"]
-        slots["batch"] = InFlight("to_device", HOST, self.transfer.copy(batch)) if self.transfer else batch
+        slots.issue("batch", self.transfer.copy(batch) if self.transfer else ready(batch))
 
     @accesses(reads=("batch", "weight"), writes=("request",))
     def build_request(self, slots: Slots) -> None:
@@ -187,7 +189,7 @@ class StepBindings:
 
     @accesses(reads=("request",), writes=("lengths",))
     def announce_request(self, slots: Slots) -> None:
-        slots["lengths"] = _in_flight("lengths", IDS, self.announcer.announce(slots["request"]))
+        slots.issue("lengths", self.announcer.announce(slots["request"]))
 
     def announce_end(self) -> None:
         """At the end of the data, in place of the next lengths: announce on lane `ids` that no batch follows."""
@@ -224,7 +226,7 @@ class StepBindings:
     def exchange_ids(self, slots: Slots) -> None:
         announced = slots["lengths"]
         self.agree_to_stop(announced)
-        slots["ids"] = _in_flight("ids", IDS, self.model.sparse.exchange.exchange_ids(announced))
+        slots.issue("ids", self.model.sparse.exchange.exchange_ids(announced))
 
     @accesses(reads=("ids", "state.tables"), writes=("looked",))
     def lookup(self, slots: Slots) -> None:
@@ -233,7 +235,7 @@ class StepBindings:
 
     @accesses(reads=("looked",), writes=("met",))
     def reduce_in_host(self, slots: Slots) -> None:
-        slots["met"] = _in_flight("meet", WIRE, self.model.sparse.exchange.reduce_in_host(slots["looked"]))
+        slots.issue("met", self.model.sparse.exchange.reduce_in_host(slots["looked"]))
 
     @accesses(reads=("looked",), writes=("vectors",))
     def exchange_vectors(self, slots: Slots) -> None:
@@ -245,7 +247,7 @@ class StepBindings:
 
     def _exchange_vectors(self, slots: Slots, looked_up: Any) -> None:
         pending = self.model.sparse.exchange.exchange_vectors(looked_up).then(self._set_grad)
-        slots["vectors"] = _in_flight("vectors", WIRE, pending)
+        slots.issue("vectors", pending)
 
     def _set_grad(self, vectors: Vectors) -> Vectors:
         """Make the vectors autograd leaves that require gradients, if training."""
@@ -255,12 +257,9 @@ class StepBindings:
 
     @accesses(reads=("ids", "gradients.met"), writes=("gradients.tables",))
     def broadcast_in_host(self, slots: Slots) -> None:
-        gradients = slots["gradients.met"]
-        broadcast = None
-        if gradients is not None:
-            pending = self.model.sparse.exchange.broadcast_in_host(slots["ids"], gradients)
-            broadcast = _in_flight("spread", WIRE, pending)
-        slots["gradients.tables"] = broadcast
+        gradients, exchange = slots["gradients.met"], self.model.sparse.exchange
+        pending = ready(None) if gradients is None else exchange.broadcast_in_host(slots["ids"], gradients)
+        slots.issue("gradients.tables", pending)
 
     @accesses(reads=("ids", "gradients.tables"), writes=("state.tables",))
     def update_tables(self, slots: Slots) -> None:
@@ -273,30 +272,29 @@ class StepBindings:
     # Dense model
 
     @accesses(reads=("batch", "vectors", "state.dense"), writes=("logits", "loss"))
-    def forward(self, slots: Slots) -> Sequence[InFlight]:
-        return self._forward(slots, lambda: self.model.dense(slots["batch"], slots.get_lazy("vectors")))
+    def forward(self, slots: Slots) -> None:
+        self._forward(slots, lambda: self.model.dense(slots["batch"], slots.get_lazy("vectors")))
 
     @accesses(reads=("batch", "lengths", "state.dense"), writes=("logits", "loss"))
-    def forward_batch(self, slots: Slots) -> Sequence[InFlight]:
+    def forward_batch(self, slots: Slots) -> None:
         self.agree_to_stop(slots["lengths"])
-        return self._forward(slots, lambda: self.model(slots["batch"]))
+        self._forward(slots, lambda: self.model(slots["batch"]))
 
-    def _forward(self, slots: Slots, run_model: Callable[[], Any]) -> Sequence[InFlight]:
-        slots["logits"], slots["loss"], issued = self.run_with_loss(slots.call, run_model, slots["batch"])
-        return issued
+    def _forward(self, slots: Slots, run_model: Callable[[], Any]) -> None:
+        slots["logits"], slots["loss"] = self.run_with_loss(slots.call, run_model, slots["batch"])
 
     def run_with_loss(
         self, call: Call, run_model: Callable[[], Any], batch: Batch, chunk: int = 0
-    ) -> tuple[Any, Tensor, Sequence[InFlight]]:
-        """The model's output, the loss, and the work that was issued."""
-        logits, issued = self.run_dense(call, run_model, chunk)
+    ) -> tuple[Any, Tensor]:
+        """The model's output and the loss."""
+        logits = self.run_dense(call, run_model, chunk)
         with torch.set_grad_enabled(self.training):
             if self.autocast_dtype == torch.bfloat16:  # losses and metrics are computed in float32
                 logits = tree_map_only(Tensor, lambda x: x.float() if x.dtype == torch.bfloat16 else x, logits)
-            return logits, self._loss(logits, batch), issued
+            return logits, self._loss(logits, batch)
 
-    def run_dense(self, call: Call, run: Callable[[], Any], chunk: int = 0) -> tuple[Any, Sequence[InFlight]]:
-        """Run the dense model, or a chunk of it; returns its output and the work that was issued."""
+    def run_dense(self, call: Call, run: Callable[[], Any], chunk: int = 0) -> Any:
+        """Run the dense model, or a chunk of it."""
         if call.micro == 0 and chunk == 0 and self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         autocast = torch.autocast(
@@ -306,8 +304,7 @@ class StepBindings:
             cache_enabled=not self.sharded_models,
         )
         with torch.set_grad_enabled(self.training), autocast:
-            output = run()
-        return output, [InFlight(*work) for sharded in self.sharded_models for work in sharded.pop_issued()]
+            return run()
 
     def _loss(self, logits: Any, batch: Batch) -> Tensor:
         """The loss of a batch; 0, not NaN, for a local batch or micro-batch without samples or with zero weights."""
@@ -322,26 +319,22 @@ class StepBindings:
         return loss
 
     @accesses(reads=("ids", "lengths", "loss", "vectors"), writes=("gradients.tables", *REDUCED_SLOTS))
-    def backward(self, slots: Slots) -> Sequence[InFlight]:
-        slots["gradients.tables"], issued = self._backward(slots, slots["ids"], slots["vectors"])
-        return issued
+    def backward(self, slots: Slots) -> None:
+        slots["gradients.tables"] = self._backward(slots, slots["ids"], slots["vectors"])
 
     @accesses(reads=("ids", "lengths", "loss", "vectors"), writes=("gradients.met", *REDUCED_SLOTS))
-    def backward_to_host_sums(self, slots: Slots) -> Sequence[InFlight]:
-        slots["gradients.met"], issued = self._backward(slots, slots["ids"], slots["vectors"])
-        return issued
+    def backward_to_host_sums(self, slots: Slots) -> None:
+        slots["gradients.met"] = self._backward(slots, slots["ids"], slots["vectors"])
 
     @accesses(reads=("lengths", "loss"), writes=REDUCED_SLOTS)
-    def backward_dense(self, slots: Slots) -> Sequence[InFlight]:
-        return self._backward(slots)[1]
+    def backward_dense(self, slots: Slots) -> None:
+        self._backward(slots)
 
-    def _backward(
-        self, slots: Slots, ids: Any = None, vectors: Vectors | None = None
-    ) -> tuple[InFlight | Any | None, Sequence[InFlight]]:
-        """Run the backward pass, overlapped with its communication.
+    def _backward(self, slots: Slots, ids: Any = None, vectors: Vectors | None = None) -> Any:
+        """Run the backward pass, overlapped with its communication; returns the exchange of the vectors' gradients.
 
         Gradients of vectors are sent on lane `wire` once all exist; buckets or blocks of dense gradients are reduced as
-        they fill. Returns the exchange of the vectors' gradients, and the reductions that were issued.
+        they fill.
         """
         announced = slots["lengths"]
         for sharded in self.sharded_models:
@@ -360,32 +353,28 @@ class StepBindings:
 
         if vectors is not None and trains_tables:
             vectors.receive(send_gradients if self.overlap else None)
-        reduction, issued = self.run_backward(slots.call, (slots["loss"] * share).backward)
+        reduction = self.run_backward(slots.call, (slots["loss"] * share).backward)
         if not exchanges and trains_tables:
             send_gradients()
-        gradients = _in_flight("gradients", WIRE, exchanges[0]) if exchanges else None
+        gradients = in_flight("gradients", WIRE, exchanges[0]) if exchanges else None
         slots["reduced.top"] = slots["reduced.bottom"] = True  # the gradients are in each parameter's .grad
         if reduction is not None:
             slots["reduced.bottom"] = reduction
-        return gradients, issued
+        return gradients
 
-    def run_backward(
-        self, call: Call, run: Callable[[], None], chunk: int = 0
-    ) -> tuple[InFlight | None, Sequence[InFlight]]:
-        """Run a backward pass of a chunk of the dense model, or of all of it.
+    def run_backward(self, call: Call, run: Callable[[], None], chunk: int = 0) -> InFlight | None:
+        """Run a backward pass of a chunk of the dense model, or of all of it; returns the reductions of its gradients.
 
-        Returns the reductions of its gradients as one work, and each work that was issued.
+        They are stages of their own inside this one (`InnerStages`), and so are the waits for them.
         """
         if not self.reducers:
             run()
-            return None, ()
+            return None
         reducer = self.reducers[chunk]
         reducer.begin_backward(overlap=self.overlap, is_last_micro_batch=call.is_last)
         run()
-        reduction = reducer.end_backward()
-        issued = [InFlight(*work) for work in reducer.pop_issued()]
-        name = issued[-1].name if issued else call.stage.name  # of a wait for all of them
-        return InFlight(name, DENSE, reduction, is_single_event=False), issued
+        reducer.end_backward()
+        return InFlight(call.stage.name, DENSE, Pending(reducer.finish_reductions), is_single_event=False)
 
     @accesses(reads=REDUCED_SLOTS, writes=("state.dense",))
     def step_optimizer(self, slots: Slots) -> None:
@@ -393,8 +382,3 @@ class StepBindings:
             _ = slots[slot]  # waits until each parameter's .grad is reduced over all ranks
         if self.optimizer is not None:
             self.optimizer.step()
-
-
-def _in_flight(stage: str, lane: str, pending: Pending[Any]) -> Any:
-    """The value of a slot that this stage writes: work on a lane, or its result if that exists already."""
-    return pending.wait() if pending.is_ready else InFlight(stage, lane, pending)

@@ -128,8 +128,7 @@ def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Jo
     )
     user_loop = None
     if not is_single_process(plan) and plan.pipeline is None:
-        reducer = next(iter(layout.reducers), None)
-        user_loop = UserLoop(model, mesh, announcer, layout.parameters, reducer, overlap=overlap)
+        user_loop = UserLoop(step)
     if layout.parameters and options.optimizer is not None:
         state_dtype = getattr(torch, plan.dense.state)
         step.optimizer = layout.make_optimizer(options.optimizer, state_dtype=state_dtype, clip=options.clip)

@@ -65,7 +65,7 @@ def _receive(chunk: Chunk) -> ChunkFunction:
 
     @accesses(reads=("batch",), writes=(slot,))
     def receive(step: Any, slots: Slots) -> None:
-        slots[slot] = InFlight(slots.call.stage.name, PIPE, step.pipeline.receive(chunk, slots["batch"]))
+        slots.issue(slot, step.pipeline.receive(chunk, slots["batch"]))
 
     return receive
 
@@ -74,10 +74,9 @@ def _forward(chunk: Chunk) -> ChunkFunction:
     source, output, edges = _source(chunk), f"output{chunk.suffix}", f"edges{chunk.suffix}"
 
     @accesses(reads=(*_waits(chunk), source, "state.dense"), writes=(output, edges))
-    def forward(step: Any, slots: Slots) -> Sequence[InFlight]:
-        x, issued = step.run_dense(slots.call, partial(step.pipeline.forward, chunk, slots[source]), chunk.index)
+    def forward(step: Any, slots: Slots) -> None:
+        x = step.run_dense(slots.call, partial(step.pipeline.forward, chunk, slots[source]), chunk.index)
         slots[output], slots[edges] = x, gradient_edges(x) if step.training else None
-        return issued
 
     return forward
 
@@ -86,10 +85,9 @@ def _last_forward(chunk: Chunk) -> ChunkFunction:
     source = _source(chunk)
 
     @accesses(reads=(*_waits(chunk), "batch", source, "state.dense"), writes=("logits", "loss"))
-    def forward(step: Any, slots: Slots) -> Sequence[InFlight]:
+    def forward(step: Any, slots: Slots) -> None:
         run = partial(step.pipeline.forward, chunk, slots[source])
-        slots["logits"], slots["loss"], issued = step.run_with_loss(slots.call, run, slots["batch"], chunk.index)
-        return issued
+        slots["logits"], slots["loss"] = step.run_with_loss(slots.call, run, slots["batch"], chunk.index)
 
     return forward
 
@@ -109,8 +107,7 @@ def _receive_gradients(chunk: Chunk) -> ChunkFunction:
 
     @accesses(reads=("batch",), writes=(slot,))
     def receive_gradients(step: Any, slots: Slots) -> None:
-        pending = step.pipeline.receive_gradients(chunk, slots["batch"])
-        slots[slot] = InFlight(slots.call.stage.name, PIPE_BACKWARD, pending)
+        slots.issue(slot, step.pipeline.receive_gradients(chunk, slots["batch"]))
 
     return receive_gradients
 
@@ -121,9 +118,9 @@ def _backward(chunk: Chunk) -> ChunkFunction:
     inputs = () if chunk.is_first else (f"input{chunk.suffix}",)
 
     @accesses(reads=(*inputs, edges, gradients), writes=_gradient_slots(chunk))
-    def backward(step: Any, slots: Slots) -> Sequence[InFlight]:
+    def backward(step: Any, slots: Slots) -> None:
         starts = slots[edges]
-        return _run_backward(step, slots, chunk, lambda: torch.autograd.backward(starts, slots[gradients]))
+        _run_backward(step, slots, chunk, lambda: torch.autograd.backward(starts, slots[gradients]))
 
     return backward
 
@@ -132,20 +129,19 @@ def _last_backward(chunk: Chunk) -> ChunkFunction:
     """Backward from the loss, multiplied by the micro-batch's share of the step's weight."""
 
     @accesses(reads=(_source(chunk), "lengths", "step_weight", "loss"), writes=_gradient_slots(chunk))
-    def backward(step: Any, slots: Slots) -> Sequence[InFlight]:
+    def backward(step: Any, slots: Slots) -> None:
         announced = slots["lengths"]
         share = announced.share * announced.total_weight / slots["step_weight"]
-        return _run_backward(step, slots, chunk, (slots["loss"] * share).backward)
+        _run_backward(step, slots, chunk, (slots["loss"] * share).backward)
 
     return backward
 
 
-def _run_backward(step: Any, slots: Slots, chunk: Chunk, run: Callable[[], None]) -> Sequence[InFlight]:
-    reduction, issued = step.run_backward(slots.call, run, chunk.index)
+def _run_backward(step: Any, slots: Slots, chunk: Chunk, run: Callable[[], None]) -> None:
+    reduction = step.run_backward(slots.call, run, chunk.index)
     slots[f"reduced{chunk.suffix}"] = True if reduction is None else reduction
     if not chunk.is_first:
         slots[f"input.gradient{chunk.suffix}"] = input_gradients(slots[_source(chunk)])
-    return issued
 
 
 def _send_gradients(chunk: Chunk) -> ChunkFunction:

@@ -57,8 +57,6 @@ class Job:
         self.tracer = Tracer(
             rank=step.mesh.rank, device=step.mesh.device, micro_batches=step.accumulation.num_micro_batches
         )
-        for sharded in step.sharded_models:
-            sharded.trace_wait = self.tracer.trace_wait
         self._step = step
         self._user_loop = user_loop
         self.local_state = LocalState(
@@ -193,7 +191,7 @@ class Job:
         if self._step.accumulation.num_micro_batches > 1:
             raise UserError("accumulate is for job.run: in a user training loop tables update in every backward pass")
         if self._user_loop is not None:
-            yield from self._user_loop.batches(loader)
+            yield from self._user_loop.batches(loader, self.tracer)
             return
         if self._step.sharded_models:
             yield from single_process_batches(self._step.sharded_models[0], loader, self.mesh.device)

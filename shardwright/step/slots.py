@@ -27,6 +27,11 @@ class InFlight:
     is_single_event: bool = True  # traced as a single event
 
 
+def in_flight(name: str, lane: str, pending: Pending[Any]) -> Any:
+    """The value of a slot: work of stage `name` on a lane, or its result if that exists already."""
+    return pending.wait() if pending.is_ready else InFlight(name, lane, pending)
+
+
 class LazyValue:
     """Stands for a value in flight; waits for it at the first access to an attribute or item."""
 
@@ -60,7 +65,8 @@ class Slots:
     def __init__(self, call: Call, values: StepValues, tracer: Tracer | None = None) -> None:
         self.call = call
         self.ends_data = False  # set by the stage that reads: no micro-batch follows this one
-        self._values, self._tracer = values, tracer
+        self.tracer = tracer
+        self._values = values
         is_whole = call.stage.per == "step"
         self._own = values.whole if is_whole else values.micro(call.micro)
 
@@ -70,11 +76,11 @@ class Slots:
         if slot not in stage.reads:
             raise UserError(f'stage "{stage.name}" reads slot "{slot}" without declaring it')
         if slot in self._own:
-            return wait_for_slot(self._own, slot, self._tracer)
+            return wait_for_slot(self._own, slot, self.tracer)
         if stage.per == "micro":
             return self._values.whole[slot]
         micro_batches = sorted(self._values.micro_batches.items())
-        return [wait_for_slot(values, slot, self._tracer) for _, values in micro_batches]
+        return [wait_for_slot(values, slot, self.tracer) for _, values in micro_batches]
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -90,11 +96,23 @@ class Slots:
             raise UserError(f'stage "{self.call.stage.name}" writes slot "{slot}" without declaring it')
         self._own[slot] = value
 
+    def issue(self, slot: str, pending: Pending[Any]) -> None:
+        """Set a slot to asynchronous work on the stage's lane, or to its result if that exists already."""
+        self[slot] = in_flight(self.call.stage.name, self.call.stage.lane, pending)
+
+    def wait_for_write(self, slot: str) -> Any:
+        """The value that this stage has written to a slot; waits for it if it is in flight. None: not written."""
+        return wait_for_slot(self._own, slot, self.tracer) if slot in self._own else None
+
     def wait_for_writes(self) -> None:
         """Wait for the work in flight that this stage has written."""
         for slot in self.call.stage.writes:
-            if slot in self._own:
-                wait_for_slot(self._own, slot, self._tracer)
+            self.wait_for_write(slot)
+
+    @property
+    def has_writes(self) -> bool:
+        """Whether this stage has written a slot that was not released since."""
+        return any(slot in self._own for slot in self.call.stage.writes)
 
     def in_flight(self) -> list[InFlight]:
         """The work in flight that this stage has written."""
@@ -134,6 +152,16 @@ def accesses(*, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> Ca
     return declare
 
 
+def issues(slot: str, issue: Callable[..., Pending[Any]], reads: tuple[str, ...] = ()) -> StageFunction:
+    """The function of a stage that sets `slot` to the work which `issue` starts; `reads`: its arguments."""
+
+    @accesses(reads=reads, writes=(slot,))
+    def run(slots: Slots) -> None:
+        slots.issue(slot, issue(*(slots[name] for name in reads)))
+
+    return run
+
+
 def contract_of(function: Callable[..., Any]) -> Contract:
     """The slots that a function with `accesses` declares."""
     return getattr(function, CONTRACT)
@@ -157,7 +185,13 @@ def run_stage(binding: Binding, slots: Slots, tracer: Tracer | None) -> None:
     if tracer is None:
         binding.run(slots)
         return
-    with tracer.trace_call(slots.call) as issued:
+    with tracer.trace_call(slots.call):
         other_work = binding.run(slots) or ()
-        all_work = (*slots.in_flight(), *other_work)
-        issued += [(work.name, work.lane, work.pending) for work in all_work if work.is_single_event]
+        add_flights(tracer, (*slots.in_flight(), *other_work))
+
+
+def add_flights(tracer: Tracer, works: Iterable[InFlight]) -> None:
+    """Record work that a stage has issued."""
+    for work in works:
+        if work.is_single_event:
+            tracer.add_flight(work.name, work.lane, work.pending)

@@ -54,6 +54,8 @@ class Tracer:
         self._origin = time.perf_counter()
         self._next_number = 0
         self._step = 0
+        self._issued: list[_Record] | None = None  # the work that the current call has issued
+        self._last_wait_end = 0.0
         self._writers: dict[tuple[str, int], dict[int, int]] = {}  # (slot, step): by micro-batch, the event that wrote
 
     def begin_tick(self, step: int) -> None:
@@ -70,31 +72,35 @@ class Tracer:
                 record.end, record.pending = end, None
 
     @contextmanager
-    def trace_call(self, call: Call) -> Iterator[list[tuple[str, str, Pending]]]:
-        """Record a call.
-
-        Yields a list to which the caller adds (name, lane, pending) of the work that the stage issued.
-        """
+    def trace_call(self, call: Call) -> Iterator[None]:
+        """Record a call, with the work that is issued inside it."""
         start = time.perf_counter()
-        issued: list[tuple[str, str, Pending]] = []
-        yield issued
+        issued = self._issued = list[_Record]()
+        yield
+        self._issued = None
         if self._cuda:
             torch.cuda.current_stream().synchronize()
-        stage, own_work = call.stage, [work for name, _, work in issued if name == call.stage.name]
-        record = self._record(stage.name, "stage", stage.lane, call, start, time.perf_counter())
+        stage, own_work = call.stage, [flight for flight in issued if flight.name == call.stage.name]
+        end = time.perf_counter()
+        record = _Record(self._new_id(), stage.name, "stage", stage.lane, call.step, call.micro, start, end)
         record.after = tuple(sorted(self._writers_of(call)))
         if own_work:
             record.kind, record.lane = ISSUE, MAIN
         self._ticks[-1].append(record)
-        for name, lane, work in issued:
-            flight = self._record(name, FLIGHT, lane, call, work.start, work.start)
-            flight.pending, flight.after = work, (record.number,)
+        for flight in issued:
+            flight.number, flight.step, flight.micro = self._new_id(), call.step, call.micro
+            flight.after = (record.number,)
             self._ticks[-1].append(flight)
-            record = flight if work in own_work else record
+        written = own_work[-1] if own_work else record
         for slot in stage.writes:
-            self._writers.setdefault((slot, call.step), {})[call.micro] = record.number
+            self._writers.setdefault((slot, call.step), {})[call.micro] = written.number
 
-    def trace_stage(self, stage: Stage) -> AbstractContextManager[list[tuple[str, str, Pending]]]:
+    def add_flight(self, name: str, lane: str, pending: Pending) -> None:
+        """Record work that the current call has issued; outside of calls, in the step of the current tick."""
+        start, records = pending.start, self._ticks[-1] if self._issued is None else self._issued
+        records.append(_Record(self._new_id(), name, FLIGHT, lane, self._step, 0, start, start, pending))
+
+    def trace_stage(self, stage: Stage) -> AbstractContextManager[None]:
         """Record a stage that no call runs, in the step of the current tick."""
         return self.trace_call(Call(stage, self._step))
 
@@ -107,15 +113,13 @@ class Tracer:
             elif call.micro in numbers:
                 yield numbers[call.micro]
 
-    def _record(self, name: str, kind: str, lane: str, call: Call, start: float, end: float) -> _Record:
-        return _Record(self._new_id(), name, kind, lane, call.step, call.micro, start, end)
-
     @contextmanager
     def trace_wait(self, name: str) -> Iterator[None]:
-        """Record a wait for the work that stage `name` issued."""
+        """Record a wait for the work that stage `name` issued; without the time of waits inside it."""
         start = time.perf_counter()
         yield
-        self._ticks[-1].append(_Record(self._new_id(), name, WAIT, MAIN, self._step, 0, start, time.perf_counter()))
+        start, self._last_wait_end = max(start, self._last_wait_end), time.perf_counter()
+        self._ticks[-1].append(_Record(self._new_id(), name, WAIT, MAIN, self._step, 0, start, self._last_wait_end))
 
     def timeline(self) -> Timeline:
         """The events that have ended."""

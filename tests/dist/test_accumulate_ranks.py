@@ -132,7 +132,8 @@ def run_two_backward_passes(world: int) -> list:
     (layers[1](layers[0](x)) if mesh.rank else layers[0](x)).sum().backward()
     replicated.begin_backward(overlap=True)
     layers[0](x).sum().backward()
-    replicated.end_backward().wait()
+    replicated.end_backward()
+    replicated.finish_reductions()
     mesh.close()
     return [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
 

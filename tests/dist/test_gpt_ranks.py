@@ -25,6 +25,7 @@ from shardwright.runtime.job import Job
 from shardwright.runtime.planning import plan_single_process
 from shardwright.spec import presets
 from shardwright.spec.axes import Axis
+from shardwright.spec.lanes import IDS, MAIN
 from shardwright.spec.plan import Dense, Plan, Recompute
 
 STEPS, SIZE, TOKENS, VOCABULARY = 20, 12, 8, 32
@@ -197,6 +198,29 @@ def stop_on_rank() -> tuple[int, int]:
 def test_a_stop_signal_of_one_rank_ends_all_after_the_same_step(ranks):
     answers = ranks.run(2, stop_on_rank)
     assert answers[0] == answers[1] and answers[0][1] == 15 and 3 < answers[0][0] <= 9
+
+
+def issued_on_rank(strategy: str) -> tuple[list[str], list[str]]:
+    """The collectives inside forward and backward of step 1, in the order of issue, and those of the plan's bodies."""
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        patch.setenv("LOCAL_RANK", str(int(os.environ["RANK"]) % 2))
+        model, cluster = make_model(form=replace(GPT2, tied=False)).float(), presets.unmeasured_cluster(2, 2, 1 << 33)
+        plan = make_plan(describe(model, tokens(0)), cluster, dense_strategy=strategy).plan
+        job = build(model, plan, optimizer=adam)
+        stack.callback(job.mesh.close)
+        list(job.run(tokens(step, 3 * job.mesh.rank, 3 * job.mesh.rank + 3) for step in range(3)))
+        events = sorted(job.tracer.timeline().events, key=lambda event: event.id)
+        issued = [event.name for event in events if (event.kind, event.step) == ("flight", 1) and event.lane != IDS]
+        bodies = [inner for stage in plan.stages for inner in stage.body if inner.lane != MAIN]
+        return issued, [inner.name for inner in bodies]
+
+
+@pytest.mark.parametrize("strategy", ["FSDP", "HSDP"])
+def test_collectives_of_blocks_are_issued_in_the_order_of_the_plan(ranks, strategy):
+    for issued, planned in ranks.run(4, issued_on_rank, strategy):
+        assert issued == planned and len(planned) > 12
 
 
 def is_freed_on_rank(dense: Dense) -> bool:

@@ -269,3 +269,22 @@ def test_frozen_tables_in_a_user_loop_as_in_run(ranks):
     in_loop, in_run = (ranks.run(2, train_with_frozen_tables, 2, user_loop) for user_loop in (True, False))
     for logits, expected in zip(in_loop, in_run, strict=True):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
+
+
+def traced_stages(world: int) -> tuple[list[str], set[str]]:
+    """The stages that a step of a user loop runs, in order, and the names of all its events."""
+    job = make_job(world, RowWiseAdaGrad(0.1))
+    rank = job.mesh.rank
+    for local in job.loader(take(batch(step), 12 * rank, 12 * rank + 12) for step in range(3)):
+        job.optimizer.zero_grad()
+        loss_of(job, local).backward()
+        job.optimizer.step()
+    job.mesh.close()
+    events = sorted((event for event in job.tracer.timeline().events if event.step == 1), key=lambda event: event.id)
+    return [event.name for event in events if event.kind in ("stage", "issue")], {event.name for event in events}
+
+
+def test_a_user_loop_runs_and_traces_the_stages_of_the_plan(ranks):
+    for stages, names in ranks.run(2, traced_stages, 2):
+        assert stages == ["request", "lengths", "ids", "lookup", "vectors", "gradients", "update"]
+        assert names == {*stages, "reduce"}

@@ -112,7 +112,8 @@ def train(kind: str, overlap: bool, ahead: int, saved: tuple[str, ...], hosts: i
             loss = net(local, step == skip)
             model.begin_backward(overlap=overlap)
             (loss * share).backward()
-            model.end_backward().wait()
+            model.end_backward()
+            model.finish_reductions()
             optimizer.step()
         with torch.no_grad():
             net(batch(0).to(dtype))

@@ -267,7 +267,8 @@ def gradients_of_partly_used_layers(world: int, rounded: bool) -> list:
         x = torch.ones(2, 3)
         y = layers[0](x) if mesh.rank else layers[1](layers[0](x))
         y.sum().backward()
-        replicated.end_backward().wait()
+        replicated.end_backward()
+        replicated.finish_reductions()
     mesh.close()
     return [start, *(None if parameter.grad is None else parameter.grad.clone() for parameter in parameters)]
 

@@ -1,0 +1,59 @@
+"""Stages inside a stage, run where other control flow reaches them: hooks of autograd, or a user training loop.
+
+Like the stages of a plan they are functions with declared slots, which issue communication and wait for what they
+read. Only their order is not that of a list: a mechanism runs each stage when it is due, in the same order on all
+ranks. Their events have the names that the planner predicts, those in the bodies of the plan's stages.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.spec.calls import Call
+from shardwright.spec.plan import Stage
+from shardwright.step.slots import Slots, StageFunction, StepValues, add_flights, contract_of
+from shardwright.step.tracer import Tracer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InnerStage:
+    """A stage that writes one slot, bound to its function."""
+
+    function: StageFunction
+    slots: Slots
+    output: str  # the slot
+
+    def wait_for_value(self) -> Any:
+        """The value that it has written; None if there is none."""
+        return self.slots.wait_for_write(self.output)
+
+    def release(self) -> None:
+        """Drop the value that it has written."""
+        self.slots.release((self.output,))
+
+
+class InnerStages:
+    """The stages of a mechanism. Values of their slots exist until they are released.
+
+    `tracer`: of the plan's stage inside which they run; None: not traced.
+    """
+
+    def __init__(self) -> None:
+        self.tracer: Tracer | None = None
+        self._values = StepValues()
+
+    def bind(self, name: str, lane: str, function: StageFunction) -> InnerStage:
+        """Make a stage from a function with `accesses`. Several stages may have the same name."""
+        contract = contract_of(function)
+        (output,) = contract.writes
+        call = Call(Stage(name, lane, contract.reads, contract.writes), step=0)
+        return InnerStage(function, Slots(call, self._values), output)
+
+    def run(self, *stages: InnerStage) -> None:
+        """Run these stages, except those whose value exists already or is in flight."""
+        for stage in stages:
+            slots = stage.slots
+            if not slots.has_writes:
+                slots.tracer = self.tracer
+                stage.function(slots)
+                if self.tracer is not None:
+                    add_flights(self.tracer, slots.in_flight())
