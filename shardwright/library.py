@@ -45,6 +45,7 @@ SIGNATURES = MappingProxyType(
         "pair_gradients": (None, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p),
         "update": (c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p),
         "adam": (None, c_void_p, c_void_p, c_int64),
+        "sum_of_squares": (c_double, c_void_p, c_int64),
         "sums_counted": (c_void_p, c_void_p, c_int64, *[c_void_p] * 4),
         "sums_taken": (None, c_void_p, c_void_p, c_void_p),
         "load_acquire": (c_int64, c_void_p),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardwright.comm import collective
 from shardwright.comm.mesh import Group
 from shardwright.errors import UserError
+from shardwright.kernels.native import sum_of_squares
 
 
 @torch.no_grad()
@@ -67,5 +68,5 @@ def _sum_of_squares(parameters: Sequence[nn.Parameter]) -> Tensor:
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for parameter in parameters:
         if parameter.grad is not None:
-            total += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
+            total += sum_of_squares(parameter.grad)
     return total

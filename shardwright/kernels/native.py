@@ -1,4 +1,4 @@
-"""Native helpers: lengths to offsets as a torch operator, huge pages, retained memory."""
+"""Native helpers: lengths to offsets as a torch operator, sums of squares, huge pages, retained memory."""
 
 from functools import cache
 
@@ -58,6 +58,14 @@ def _lengths_to_offsets_fake(lengths: Tensor) -> Tensor:
 
 def _negative_length_error(position: int, length: int) -> UserError:
     return UserError(f"lengths[{position}] is {length}; a length is 0 or more")
+
+
+def sum_of_squares(values: Tensor) -> Tensor | float:
+    """The sum of squares in float64; torch would copy float32 numbers to float64 first."""
+    native = native_library() if values.device.type == "cpu" and values.dtype == torch.float32 else None
+    if native is None or not values.is_contiguous():
+        return torch.linalg.vector_norm(values, dtype=torch.float64) ** 2
+    return native.shardwright_sum_of_squares(values.data_ptr(), values.numel())
 
 
 def use_huge_pages(tensor: Tensor, *, collapse: bool = False) -> bool:

@@ -80,7 +80,16 @@ def loss(metrics: Metrics) -> Figure | None:
 
 
 def perplexity(metrics: Metrics) -> Figure | None:
-    return metric_figure("perplexity", "Perplexity", metrics, caption="The exponential of the loss.", type="log")
+    # Without a format, ticks between powers of ten would have only their first digit.
+    return metric_figure(
+        "perplexity",
+        "Perplexity",
+        metrics,
+        caption="The exponential of the loss.",
+        height=340,
+        type="log",
+        tickformat="~s",
+    )
 
 
 def utilization(metrics: Metrics) -> Figure | None:

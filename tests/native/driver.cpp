@@ -29,6 +29,7 @@ int64_t shardwright_count_pieces(const void*, int64_t, const int64_t*, int64_t, 
 void shardwright_move_pieces(const void*, int64_t, const int64_t*, int64_t, int64_t, const int64_t*, int64_t, int64_t*,
                              void*, int64_t*);
 int64_t shardwright_lengths_to_offsets_i64(const int64_t*, int64_t, int64_t*);
+double shardwright_sum_of_squares(const float*, int64_t);
 void shardwright_adam(const Parameter*, const AdamNumbers*, int64_t);
 void shardwright_pair_dots(const void*, int64_t, int64_t, int64_t, int64_t, void*);
 void shardwright_pair_gradients(const void*, const void*, int64_t, int64_t, int64_t, int64_t, void*);
@@ -205,6 +206,8 @@ bool sum_by_row(const Case& input) {
 int main() {
   for (int64_t round = 0; round < 400; ++round) {
     omp_set_num_threads(1 + int(pick(4)));
+    const std::vector<float> ones(pick(round % 8 ? 40 : 40000), 1.0f);
+    require(shardwright_sum_of_squares(ones.data(), ones.size()) == double(ones.size()), "a sum of squares is exact");
     const bool large = pick(4) == 0, has_invalid_ids = pick(5) == 0;
     Case input(pick(kDtypes), 1 + pick(large ? 3000 : 9), 6, has_invalid_ids);
     const int64_t n = input.offsets.back();

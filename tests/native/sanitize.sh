@@ -15,7 +15,7 @@ build() { # build COMPILER FLAGS...: compile the driver and the kernels
   "$compiler" -std=c++17 -g -O1 -fopenmp -w "$@" -DLEVEL=baseline -c csrc/pair_kernels.cpp -o "$out/pairs.o"
   "$compiler" -std=c++17 -g -O1 -fopenmp -ffp-contract=off -fno-math-errno -w "$@" -DLEVEL=baseline \
     -c csrc/adam_kernels.cpp -o "$out/adam.o"
-  "$compiler" -std=c++17 -g -O1 -fopenmp -w "$@" csrc/{levels,lookup,sort,update,ids,jagged,pairs,adam}.cpp \
+  "$compiler" -std=c++17 -g -O1 -fopenmp -w "$@" csrc/{levels,lookup,sort,update,ids,jagged,pairs,adam,squares}.cpp \
     tests/native/driver.cpp "$out"/{rows,pairs,adam}.o -o "$out/driver"
 }
 

@@ -15,6 +15,7 @@ from shardwright.dense.adam_bf16 import AdamBf16
 from shardwright.dense.clip_grad_norm import clip_grad_norm
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
+from shardwright.kernels.native import sum_of_squares
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.build import build
@@ -175,6 +176,23 @@ def test_clip_sums_in_float64_and_leaves_small_gradients():
     with pytest.raises(UserError, match="clip=-1"):
         model = dlrm()
         build(model, plan_for(model, batch()), optimizer=adam, clip=-1)
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 17, 1 << 14, 100_003])
+def test_sums_of_squares_do_not_depend_on_threads(size):
+    values = torch.randn(size, generator=torch.Generator().manual_seed(size)) * 1e-25
+    exact = float((values.double() ** 2).sum())
+    before = torch.get_num_threads()
+    try:
+        totals = set()
+        for num in (1, 2, 3):
+            torch.set_num_threads(num)
+            totals.add(float(sum_of_squares(values)))
+    finally:
+        torch.set_num_threads(before)
+    assert len(totals) == 1 and totals.pop() == pytest.approx(exact, rel=1e-13)
+    assert float(sum_of_squares(values[::2])) == pytest.approx(float((values[::2].double() ** 2).sum()), rel=1e-13)
+    assert float(sum_of_squares(values.double())) == pytest.approx(exact, rel=1e-13)
 
 
 def test_a_user_training_loop_takes_the_same_steps():
