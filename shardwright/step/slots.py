@@ -100,19 +100,11 @@ class Slots:
         """Set a slot to asynchronous work on the stage's lane, or to its result if that exists already."""
         self[slot] = in_flight(self.call.stage.name, self.call.stage.lane, pending)
 
-    def wait_for_write(self, slot: str) -> Any:
-        """The value that this stage has written to a slot; waits for it if it is in flight. None: not written."""
-        return wait_for_slot(self._own, slot, self.tracer) if slot in self._own else None
-
     def wait_for_writes(self) -> None:
         """Wait for the work in flight that this stage has written."""
         for slot in self.call.stage.writes:
-            self.wait_for_write(slot)
-
-    @property
-    def has_writes(self) -> bool:
-        """Whether this stage has written a slot that was not released since."""
-        return any(slot in self._own for slot in self.call.stage.writes)
+            if slot in self._own:
+                wait_for_slot(self._own, slot, self.tracer)
 
     def in_flight(self) -> list[InFlight]:
         """The work in flight that this stage has written."""
