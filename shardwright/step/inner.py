@@ -61,5 +61,6 @@ class InnerStages:
             if stage.output not in stage.values:
                 stage.slots.tracer = self.tracer
                 stage.function(stage.slots)
-                if self.tracer is not None:
-                    add_flights(self.tracer, stage.slots.in_flight())
+                work = stage.values.get(stage.output)
+                if self.tracer is not None and isinstance(work, InFlight):
+                    add_flights(self.tracer, (work,))
