@@ -72,9 +72,10 @@ class ShardedBlock:
 
     def reshard(self) -> None:
         for flat, gather in zip(self.flat_parameters, self.gathers, strict=True):
-            gather.wait_for_value()
-            flat.reshard()
-            gather.release()
+            if gather.has_value:
+                gather.wait_for_value()
+                flat.reshard()
+                gather.release()
 
 
 class ShardedModel:
@@ -142,7 +143,8 @@ class ShardedModel:
         micro-batch of a step.
         """
         self.finish_reductions()
-        self._release_grads()
+        if self._scattered:  # by a backward pass that failed
+            self._release_grads()
         self._in_backward, self._any_backward_started = True, False
         self._overlap, self._grad_scale, self._is_last_micro_batch = overlap, grad_scale, is_last_micro_batch
         self._order = [block for block in self._order if block not in self._forward_blocks] + self._forward_blocks

@@ -10,25 +10,32 @@ from typing import Any
 
 from shardwright.spec.calls import Call
 from shardwright.spec.plan import Stage
-from shardwright.step.slots import Slots, StageFunction, StepValues, add_flights, contract_of
+from shardwright.step.slots import InFlight, Slots, StageFunction, StepValues, add_flights, contract_of, wait_for_slot
 from shardwright.step.tracer import Tracer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InnerStage:
-    """A stage that writes one slot, bound to its function."""
+    """A stage that writes one slot, bound to its function; `values`: of all slots of its mechanism."""
 
     function: StageFunction
     slots: Slots
     output: str  # the slot
+    values: dict[str, Any]
+
+    @property
+    def has_value(self) -> bool:
+        """Whether its value exists or is in flight."""
+        return self.output in self.values
 
     def wait_for_value(self) -> Any:
         """The value that it has written; None if there is none."""
-        return self.slots.wait_for_write(self.output)
+        value = self.values.get(self.output)
+        return wait_for_slot(self.values, self.output, self.slots.tracer) if isinstance(value, InFlight) else value
 
     def release(self) -> None:
         """Drop the value that it has written."""
-        self.slots.release((self.output,))
+        self.values.pop(self.output, None)
 
 
 class InnerStages:
@@ -46,14 +53,14 @@ class InnerStages:
         contract = contract_of(function)
         (output,) = contract.writes
         call = Call(Stage(name, lane, contract.reads, contract.writes), step=0)
-        return InnerStage(function, Slots(call, self._values), output)
+        return InnerStage(function, Slots(call, self._values), output, self._values.micro(0))
 
     def run(self, *stages: InnerStage) -> None:
         """Run these stages, except those whose value exists already or is in flight."""
         for stage in stages:
-            slots = stage.slots
-            if not slots.has_writes:
-                slots.tracer = self.tracer
-                stage.function(slots)
-                if self.tracer is not None:
-                    add_flights(self.tracer, slots.in_flight())
+            if stage.output not in stage.values:
+                stage.slots.tracer = self.tracer
+                stage.function(stage.slots)
+                work = stage.values.get(stage.output)
+                if self.tracer is not None and isinstance(work, InFlight):
+                    add_flights(self.tracer, (work,))

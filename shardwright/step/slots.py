@@ -1,5 +1,6 @@
 """Slots: the values that the stages of a micro-batch pass to each other, possibly still in flight."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ class EndOfData(Exception):
     """The loader has no further batch."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, each would take 1 us more
 class InFlight:
     """Asynchronous work that will produce a slot's value."""
 
@@ -100,19 +101,11 @@ class Slots:
         """Set a slot to asynchronous work on the stage's lane, or to its result if that exists already."""
         self[slot] = in_flight(self.call.stage.name, self.call.stage.lane, pending)
 
-    def wait_for_write(self, slot: str) -> Any:
-        """The value that this stage has written to a slot; waits for it if it is in flight. None: not written."""
-        return wait_for_slot(self._own, slot, self.tracer) if slot in self._own else None
-
     def wait_for_writes(self) -> None:
         """Wait for the work in flight that this stage has written."""
         for slot in self.call.stage.writes:
-            self.wait_for_write(slot)
-
-    @property
-    def has_writes(self) -> bool:
-        """Whether this stage has written a slot that was not released since."""
-        return any(slot in self._own for slot in self.call.stage.writes)
+            if slot in self._own:
+                wait_for_slot(self._own, slot, self.tracer)
 
     def in_flight(self) -> list[InFlight]:
         """The work in flight that this stage has written."""
@@ -175,8 +168,9 @@ def wait_for_slot(values: dict[str, Any], slot: str, tracer: Tracer | None) -> A
     if tracer is None:
         values[slot] = value.pending.wait()
     else:
-        with tracer.trace_wait(value.name):
-            values[slot] = value.pending.wait()
+        start = time.perf_counter()
+        values[slot] = value.pending.wait()
+        tracer.add_wait(value.name, start)
     return values[slot]
 
 

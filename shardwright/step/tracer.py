@@ -113,11 +113,8 @@ class Tracer:
             elif call.micro in numbers:
                 yield numbers[call.micro]
 
-    @contextmanager
-    def trace_wait(self, name: str) -> Iterator[None]:
-        """Record a wait for the work that stage `name` issued; without the time of waits inside it."""
-        start = time.perf_counter()
-        yield
+    def add_wait(self, name: str, start: float) -> None:
+        """Record a wait, from `start` until now, for the work of stage `name`; without the time of waits inside it."""
         start, self._last_wait_end = max(start, self._last_wait_end), time.perf_counter()
         self._ticks[-1].append(_Record(self._new_id(), name, WAIT, MAIN, self._step, 0, start, self._last_wait_end))
 
