@@ -66,7 +66,8 @@ class TableWeights(nn.Module):
 
     def check_dtype(self) -> None:
         """Raise an error if the model was cast: `model.half()` also casts tables and their optimizer state."""
-        current = (self.weight.dtype, *(state.dtype for state in self.buffers()))
+        states = self._buffers.values()  # `buffers()` walks over submodules, several times a step for each table
+        current = (self.weight.dtype, *(state.dtype for state in states if state is not None))
         expected = (getattr(torch, self.table.dtype), *[torch_state_dtype(self.table)] * (len(current) - 1))
         if current != expected:
             dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in current)
