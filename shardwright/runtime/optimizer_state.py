@@ -92,7 +92,8 @@ def check_optimizer_numbers(saved: Mapping[str, Any] | None, current: Mapping[st
             f"checkpoint: the dense optimizer has {counts[0]} parameter groups, this job's has {counts[1]}; "
             "create it with the same groups, otherwise their learning rates would be lost"
         )
-    if saved["parameters"] == current["parameters"]:
+    has_same_order = saved["parameters"] == current["parameters"]
+    if has_same_order and saved.get("group_sizes") in (None, current["group_sizes"]):
         return
     for name in sorted({*saved["parameters"]} ^ {*current["parameters"]}):
         where = "the checkpoint" if name in saved["parameters"] else "this job"
