@@ -46,17 +46,18 @@ def worker(rows: int, rounds: int) -> None:
     from shardwright.comm.mesh import Mesh, world_size
     from shardwright.runtime.agreement import check_agreement
     from shardwright.runtime.planning import plan_for
+    from shardwright.runtime.rank_group import RankGroup
 
     loaded, blank = make_model(rows, "cpu"), make_model(rows, "meta")
     plan = plan_for(blank, next(batches(rows, 0, 64 * world_size())))
     mesh = Mesh([("host", world_size())])
-    group = mesh.group()
+    group, rank_group = mesh.group(), RankGroup(mesh)
     seconds_by_side: dict[str, list[float]] = {side: [] for side in SIDES}
     for _ in range(rounds):
         for side in SIDES:
             model = blank if side == "blank" else loaded
             start = time.perf_counter()
-            check_agreement(model, plan, {}, 1, group)
+            check_agreement(model, plan, {}, 1, rank_group)
             seconds = torch.tensor([time.perf_counter() - start])
             seconds_by_side[side].append(float(collective.all_gather(seconds, [1] * group.size, group).wait().max()))
     if group.index == 0:

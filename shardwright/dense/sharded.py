@@ -248,8 +248,8 @@ class ShardedModel:
             if complete_only and not block.has_all_grads:
                 return
             self._reduce_over_replicas()
-            self.stages.run(*block.scatters)
             self._scattered.append(block)
+            self.stages.run(*block.scatters)
 
     def _reduce_over_replicas(self) -> None:
         """Issue the all-reduce over replicas of the last reduce-scattered block; those before it are issued already."""

@@ -5,25 +5,24 @@ by digest, because each rank keeps its shards of the tables that it created itse
 pipeline, where each rank keeps its chunks; elsewhere its values are not compared: rank 0 broadcasts them later.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm import collective
-from shardwright.comm.mesh import Group
 from shardwright.errors import UserError
 from shardwright.kernels.matmul import BLAS, library_in_use
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import sparse_of
+from shardwright.runtime.rank_group import RankGroup
 from shardwright.spec.plan import Plan
 
 
-def check_agreement(model: nn.Module, plan: Plan, hottest: Mapping[str, Tensor], accumulate: int, group: Group) -> str:
+def check_agreement(
+    model: nn.Module, plan: Plan, hottest: Mapping[str, Tensor], accumulate: int, rank_group: RankGroup
+) -> str:
     """Raise the same error on every rank if the ranks would train different models, plans or steps.
 
     Returns the library for matrix products; if the ranks' choices differ, the library that every rank has.
@@ -36,7 +35,7 @@ def check_agreement(model: nn.Module, plan: Plan, hottest: Mapping[str, Tensor],
         "accumulate": accumulate,
         "products": library_in_use(),
     }
-    ranks = _gather_json(local, group)
+    ranks = rank_group.all_gather_json(local)
     seeds, accumulates = ([values[key] for values in ranks] for key in ("seed", "accumulate"))
     if len(set(seeds)) > 1:
         raise UserError(
@@ -54,14 +53,6 @@ def check_agreement(model: nn.Module, plan: Plan, hottest: Mapping[str, Tensor],
         raise UserError(f"the ranks have accumulate={accumulates}: pass the same accumulate to build on every rank")
     libraries = {values["products"] for values in ranks}
     return BLAS if len(libraries) > 1 else libraries.pop()
-
-
-def _gather_json(local: Mapping[str, Any], group: Group) -> list[Any]:
-    """All-gather a value from each rank as JSON: nothing from another rank is unpickled."""
-    text = torch.tensor(list(json.dumps(local).encode()), dtype=torch.uint8)
-    sizes = collective.all_gather(torch.tensor([len(text)]), [1] * group.size, group).wait().tolist()
-    texts = collective.all_gather(text, sizes, group).wait().split(sizes)
-    return [json.loads(bytes(rank_text.tolist())) for rank_text in texts]
 
 
 def _tensors(model: nn.Module, sparse: EmbeddingBags | None, *, digest_dense: bool) -> Iterator[tuple[str, list[str]]]:

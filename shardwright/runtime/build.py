@@ -32,6 +32,7 @@ from shardwright.runtime.agreement import check_agreement
 from shardwright.runtime.bindings import StepBindings
 from shardwright.runtime.dense_layout import DenseOptimizer, announced_axes, mesh_for
 from shardwright.runtime.job import Job
+from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.supported import check_supported, is_single_process
 from shardwright.runtime.user_loop import UserLoop
 from shardwright.spec.lanes import IDS, WIRE
@@ -101,7 +102,7 @@ def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Jo
         _refuse_shared_weights(model, sparse)
         sparse.hold({table.table: table.placement.weight_dtype for table in plan.tables})
     if not is_single_process(plan):
-        use_library(check_agreement(model, plan, options.hottest, options.accumulate, mesh.group()))
+        use_library(check_agreement(model, plan, options.hottest, options.accumulate, RankGroup(mesh)))
         if sparse is not None:
             shard_tables(sparse, plan, mesh, options.hottest)
     layout = dense_layout.distribute_dense(model, plan, mesh)

@@ -91,10 +91,12 @@ def _join_scores(parts: Sequence[Scores]) -> Scores:
     The logits are joined along their first dimension, without parts that have no samples: those have no sequence
     length either. A number, such as an auxiliary loss, is averaged like the loss.
     """
-    total = sum(part.weight for part in parts) or 1.0
+    total = sum(part.weight for part in parts)
 
     def average(*values: Tensor) -> Tensor:
-        return torch.stack([value * (part.weight / total) for value, part in zip(values, parts, strict=True)]).sum()
+        """The mean by weight; the value of a part without weight may be NaN, and is left out."""
+        weighted = [value * (part.weight / total) for value, part in zip(values, parts, strict=True) if part.weight]
+        return torch.stack(weighted).sum() if weighted else torch.zeros_like(values[0])
 
     def join(*values: Tensor) -> Tensor:
         if not values[0].dim():
@@ -102,4 +104,4 @@ def _join_scores(parts: Sequence[Scores]) -> Scores:
         return torch.cat([value for value in values if len(value)] or values[:1])
 
     logits = tree_map(join, *(part.logits for part in parts))
-    return Scores(average(*(part.loss for part in parts)), logits, total)
+    return Scores(average(*(part.loss for part in parts)), logits, total or 1.0)

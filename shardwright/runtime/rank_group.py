@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from shardwright.comm import collective
-from shardwright.comm.mesh import DEFAULT_LANE, Mesh
+from shardwright.comm.mesh import Mesh
 from shardwright.rectangle import dtype_name
 from shardwright.runtime.run.metrics import LifetimeMetrics, WindowMetrics
 
 
 class RankGroup:
-    """All ranks of a mesh; every method that communicates is a blocking all-gather on the default lane.
+    """All ranks of a mesh; every method that communicates is a blocking all-gather on the first lane.
 
     In one process nothing is communicated.
     """
@@ -25,7 +25,7 @@ class RankGroup:
     def __init__(self, mesh: Mesh | None = None) -> None:
         """`mesh`: None: this process alone."""
         self.rank, self.size = (mesh.rank, mesh.size) if mesh is not None else (0, 1)
-        self._group = mesh.group(lane=DEFAULT_LANE) if mesh is not None and mesh.size > 1 else None
+        self._group = mesh.group() if mesh is not None and mesh.size > 1 else None
 
     @property
     def is_first(self) -> bool:
@@ -60,11 +60,12 @@ class RankGroup:
             if len(holders) == self.size:
                 continue
             dtype, shape = ranks[holders[0]][name]
-            if name not in tensors:
-                complete[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-            if complete[name].numel():
-                values = complete[name].detach().contiguous()
+            values = torch.empty(shape, dtype=getattr(torch, dtype))  # other holders keep theirs
+            if self.rank == holders[0]:
+                values = tensors[name].detach().contiguous()
+            if values.numel():
                 collective.broadcast(values.view(-1).view(torch.uint8), holders[0], self._group).wait()
+            complete.setdefault(name, values)
         return complete
 
     def all_gather(self, x: Tensor) -> Tensor:

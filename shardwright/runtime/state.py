@@ -126,16 +126,19 @@ class LocalState:
         """What this rank writes: each value is written by exactly one rank."""
         random_states = {_rank_name(name, self.rank): tensor for name, tensor in torch_random_states().items()}
         parts = [full_rectangle(name, tensor) for name, tensor in random_states.items()]
-        return [*parts, *self._tensor_rectangles(), *residual_rectangles(self.residuals, self.rank)]
+        tensors = _model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer)
+        return [*parts, *self._rectangles_to_write(tensors), *residual_rectangles(self.residuals, self.rank)]
 
     def weights(self) -> list[Rectangle]:
         """The weights and buffers that this rank writes, without optimizer state and random generators."""
-        return [rect for rect in self._tensor_rectangles() if rect.name.startswith(MODEL_PREFIX)]
+        return [
+            rect for rect in self._rectangles_to_write(_model_tensors(self.model)) if rect.name.startswith(MODEL_PREFIX)
+        ]
 
-    def _tensor_rectangles(self) -> list[Rectangle]:
+    def _rectangles_to_write(self, tensors: Mapping[str, Tensor]) -> list[Rectangle]:
+        """The parts of these tensors and of the sharded tables that this rank writes."""
         rectangles: list[Rectangle] = []
         changes, shards = _changed_rows(self.model), parameter_shards(self.model)
-        tensors = _model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer)
         for name, tensor in tensors.items():
             shard = shards.get(_parameter_name(name))
             writes = self.is_writer
