@@ -22,7 +22,7 @@ from shardwright.measure.describe import block_names, meta_twin, sparse_of
 from shardwright.runtime.materialize import materialize
 from shardwright.spec.calls import reducing_stages
 from shardwright.spec.lanes import DENSE, IDS, PIPE, PIPE_BACKWARD, SHARD_LANES, WIRE
-from shardwright.spec.pipeline import rank_chunks
+from shardwright.spec.pipeline import Chunk, rank_chunks
 from shardwright.spec.plan import Plan
 
 DenseOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -103,6 +103,13 @@ def check_dense_plan(model: nn.Module, plan: Plan) -> None:
                 f"the pipeline's chunks {list(plan.pipeline.blocks)} have {sum(plan.pipeline.blocks)} blocks, and the "
                 f"model has {num_blocks}; plan this model again"
             )
+        for chunk in rank_chunks(plan.pipeline, 1, 0):
+            modules = [model.get_submodule(name) for name in _module_names(chunk)]
+            if not any(parameter.requires_grad for module in modules for parameter in module.parameters()):
+                raise UserError(
+                    f"chunk {chunk.number} of the pipeline has no trained parameter: cut elsewhere, or train without "
+                    "plan.pipeline"
+                )
     if any(shard_of(parameter) for parameter in model.parameters()):
         raise UserError(f"an earlier build has sharded this {type(model).__name__}: create the model again")
 
@@ -157,16 +164,15 @@ def _parts(pipeline: PipelineRank | None) -> list[tuple[str, list[str]]]:
     """The modules whose gradients are reduced together: all of the model, or those of each chunk, with its suffix."""
     if pipeline is None:
         return [("", [""])]
+    return [(chunk.suffix, _module_names(chunk)) for chunk in pipeline.chunks.values()]
+
+
+def _module_names(chunk: Chunk) -> list[str]:
+    """The modules of a chunk."""
     return [
-        (
-            chunk.suffix,
-            [
-                *(["embed"] if chunk.is_first else []),
-                *(f"blocks.{number}" for number in range(*chunk.blocks)),
-                *(["head"] if chunk.is_last else []),
-            ],
-        )
-        for chunk in pipeline.chunks.values()
+        *(["embed"] if chunk.is_first else []),
+        *(f"blocks.{number}" for number in range(*chunk.blocks)),
+        *(["head"] if chunk.is_last else []),
     ]
 
 

@@ -7,6 +7,7 @@ Phases: forward          stages "request" and "lengths" announce the batch (a mo
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -107,7 +108,8 @@ class UserLoop:
         self._release()
         values = self._values = StepValues({0: {"batch": replace(batch, features=features), "weight": weight}})
         self._run("request", "lengths")
-        _ = self._slots("backward")["lengths"]  # waits for it
+        with self._watch("lengths"):
+            _ = self._slots("backward")["lengths"]  # waits for it
         return values
 
     def _release(self) -> None:
@@ -121,18 +123,26 @@ class UserLoop:
         return Slots(Call(self._stages[stage], self._num_batches - 1), self._values, self._tracer)
 
     def _run(self, *names: str) -> None:
-        """Run stages of the plan, except those that it does not have; report a failure to other ranks."""
-        watch = self._mesh.heartbeat
+        """Run stages of the plan, except those that it does not have."""
         for name in (name for name in names if name in self._stages):
-            if watch is not None:
-                watch.stage, watch.step = name, self._num_batches
-            try:
+            with self._watch(name):
                 run_stage(self._bindings[name], slots := self._slots(name), self._tracer)
                 slots.release(self._released_after[name])
-            except Exception as error:
-                if watch is not None and not isinstance(error, PeerLost):
-                    watch.report_failure(error)
-                raise
+
+    @contextmanager
+    def _watch(self, stage: str) -> Iterator[None]:
+        """Set this rank's stage and step in its heartbeat, and report a failure to other ranks."""
+        watch = self._mesh.heartbeat
+        if watch is None:
+            yield
+            return
+        watch.stage, watch.step = stage, self._num_batches
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, PeerLost):
+                watch.report_failure(error)
+            raise
 
     @disable_compile
     def lookup(self, features: Jagged) -> Vectors:
@@ -149,7 +159,8 @@ class UserLoop:
         self._is_looked_up = True
         values = self._announce(batch, features)
         self._run("ids", "lookup", "meet", "vectors")
-        vectors = self._slots("forward")["vectors"]
+        with self._watch("vectors"):
+            vectors = self._slots("forward")["vectors"]
         if sparse.trained:
             self._grad_nodes = vectors.receive(lambda: self._on_vector_grads(values))
         else:
@@ -207,13 +218,15 @@ class UserLoop:
     def _end_backward(self) -> None:
         """Wait for all gradients, update the tables, and add the dense gradients from before this backward pass."""
         if self._reducer is not None:
-            self._reducer.end_backward()
+            with self._watch("backward"):
+                self._reducer.end_backward()
         if self._sparse is not None and self._sparse.trained:
             if not self._is_sent:  # this rank's loss does not depend on some vectors
                 self._run("gradients")
             self._run("spread", "update")
         if self._reducer is not None:
-            self._reducer.finish_reductions()
+            with self._watch("backward"):
+                self._reducer.finish_reductions()
         for parameter, gradient in self._earlier_grads:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._release()

@@ -138,6 +138,11 @@ def test_what_a_pipeline_cannot_do_is_refused(ranks):
         replace(plan, pipeline=Pipeline((1, 1, 1, 1), 2)).verify()
     with pytest.raises(UserError, match=r"chunks \[2, 3\] have 5 blocks, and the model has 4"):
         build(make_model(), replace(plan, pipeline=Pipeline((2, 3), 2)), optimizer=adam)
+    frozen = make_model()
+    frozen.head.requires_grad_(False)
+    frozen.blocks[3].requires_grad_(False)
+    with pytest.raises(UserError, match="chunk 1 of the pipeline has no trained parameter"):
+        build(frozen, replace(plan, pipeline=Pipeline((3, 1), 2)), optimizer=adam)
     with pytest.raises(UserError, match='cannot cut tied weights: "head.linear.weight" is "embed.token.weight"'):
         build(make_model(GPT2), plan, optimizer=adam)
 
