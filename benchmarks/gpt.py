@@ -39,6 +39,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from benchmarks import results_file
 from benchmarks.dependencies import ROOT
+from benchmarks.dlrm_step import ask
 from shardwright.data.tokens.sequences import open_tokens
 from shardwright.jagged import Batch
 from shardwright.kernels.matmul import BLAS, library_in_use, use_library
@@ -128,16 +129,6 @@ def serve(settings: Settings) -> None:
         print("answer " + json.dumps(answer), flush=True)
 
 
-def run_turn(process: subprocess.Popen[str], steps: int) -> dict[str, Any]:
-    assert process.stdin and process.stdout
-    process.stdin.write(f"{steps}\n")
-    process.stdin.flush()
-    for line in process.stdout:
-        if line.startswith("answer "):
-            return json.loads(line.removeprefix("answer "))
-    sys.exit("a benchmark process has ended; its error is above")
-
-
 def train_in_turns(settings: Settings, sides: Sequence[str], steps_of_a_turn: int) -> dict[str, list[dict[str, Any]]]:
     """The answers of each side; all processes live at once, one works at a time."""
     open_tokens(settings.data, seed=SEED, length=LENGTH, cache=settings.cache)  # tokenizes once for all sides
@@ -150,7 +141,7 @@ def train_in_turns(settings: Settings, sides: Sequence[str], steps_of_a_turn: in
     for turn in range(settings.steps // steps_of_a_turn):
         first = turn % len(sides)
         for side in (*sides[first:], *sides[:first]):
-            answers[side].append(run_turn(processes[side], steps_of_a_turn))
+            answers[side].append(ask(processes[side], steps_of_a_turn))
         print(f"turn {turn + 1}: { ({s: round(a[-1]['losses'][-1], 4) for s, a in answers.items()}) }", file=sys.stderr)
     for process in processes.values():
         process.communicate()
