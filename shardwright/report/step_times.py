@@ -13,7 +13,7 @@ from statistics import fmean
 from shardwright.spec.timeline import Event, Timeline
 
 ISSUE, FLIGHT, WAIT = "issue", "flight", "wait"
-COLLECTIVES = frozenset(("gather", "scatter", "reduce", "reduce.bottom"))  # of sharded blocks: "gather NAME"
+COLLECTIVES = frozenset(("gather", "scatter", "reduce"))  # of a part of the model: "gather NAME", "reduce.bottom"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class StepPart:
 
 
 def part_name(event_name: str) -> str:
-    """The part of a step that an event belongs to; the collectives of all blocks are one part each."""
-    collective = event_name.split(" ")[0]
-    return collective.removesuffix(".bottom") if collective in COLLECTIVES else event_name
+    """The part of a step that an event belongs to; the collectives of all parts of the model are one part each."""
+    collective = event_name.partition(" ")[0].partition(".")[0]
+    return collective if collective in COLLECTIVES else event_name
 
 
 def complete_steps(timeline: Timeline) -> list[int]:

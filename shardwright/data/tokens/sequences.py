@@ -26,10 +26,10 @@ from shardwright.data.tokens.grammar import Grammar
 from shardwright.data.tokens.token_file import TokenFile, is_token_file, write_token_file
 from shardwright.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from shardwright.errors import UserError
+from shardwright.layers.loss import IGNORED
 from shardwright.spec import files
 
 VERSION = 1  # of the conversion; another one converts texts again
-IGNORED = -100  # label of a token that has no loss, as in torch's cross entropy
 DEFAULT_VALIDATION = 0.1
 
 
