@@ -1,30 +1,22 @@
 """Sides of benchmarks/pipeline.py: GPT cut into the same chunks, by Shardwright and by torch.distributed.pipelining."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import cycle
 from statistics import mean
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.turns import TurnServer, make_broadcast
+from shardwright.report.bubble import Passes, passes_by_step, summarize_passes
 
 VOCABULARY, CHANNELS, NUM_HEADS, NUM_BLOCKS = 256, 512, 8, 16
 TOKENS, MICRO_BATCH_SIZE, MICRO_BATCHES = 32, 2, 8
 BATCHES, SEED, LEARNING_RATE = 4, 7, 0.05
-MIN_WORK_SECONDS = 1e-4  # a shorter part of a pass is what precedes its wait for a message
 TIMEOUT_SECONDS = 3600.0  # of a collective: a rank sleeps in one between turns
 AGAIN, TORCH = "ours, again", "torch"
 NUM_CHUNKS = {"1f1b": 1, "interleaved": 2}  # of a rank, by schedule
-Interval = tuple[float, float]
-
-
-class Passes(NamedTuple):
-    """A rank's forward and backward passes of a step."""
-
-    busy: float  # seconds in them, without waits
-    window: float  # seconds from the start of the first to the end of the last
 
 
 def message_bytes() -> int:
@@ -111,14 +103,8 @@ class OurSide:
 
     def passes(self, num_steps: int) -> list[Passes]:
         """The passes of each of the last steps, from the tracer's events."""
-        events = self.job.tracer.timeline().events
-        waits = sorted((event.start, event.end) for event in events if event.kind == "wait")
-        by_step: dict[int, list[Interval]] = {}
-        for event in events:
-            if event.kind == "stage" and event.name.partition(".")[0] in ("forward", "backward"):
-                by_step.setdefault(event.step, []).extend(without_waits((event.start, event.end), waits))
-        first = self.job.step - num_steps
-        return [summarize(intervals) for step, intervals in sorted(by_step.items()) if first <= step < self.job.step]
+        by_step, last = passes_by_step(self.job.tracer.timeline(), self.job.mesh.rank), self.job.step
+        return [by_step[step] for step in range(last - num_steps, last)]
 
 
 class TorchSide:
@@ -132,7 +118,7 @@ class TorchSide:
 
         from shardwright.spec.pipeline import rank_chunks
 
-        self._intervals: list[list[Interval]] = [[]]  # by step
+        self._intervals: list[list[tuple[float, float]]] = [[]]  # by step
         side = self
 
         class TimedStage(PipelineStage):
@@ -182,7 +168,7 @@ class TorchSide:
 
     def passes(self, num_steps: int) -> list[Passes]:
         """The passes of each of the last steps."""
-        return [summarize(intervals) for intervals in self._intervals[-1 - num_steps : -1]]
+        return [summarize_passes(intervals) for intervals in self._intervals[-1 - num_steps : -1]]
 
 
 def make_chunk(model: Any, chunk: Any) -> Any:
@@ -193,24 +179,6 @@ def make_chunk(model: Any, chunk: Any) -> Any:
     return nn.Sequential(
         *([model.embed.token] if chunk.is_first else []), *parts, *([model.head] if chunk.is_last else [])
     )
-
-
-def without_waits(interval: Interval, waits: Sequence[Interval]) -> list[Interval]:
-    """The parts of an interval outside of waits, which are sorted."""
-    start, end = interval
-    parts: list[Interval] = []
-    for wait_start, wait_end in waits:
-        if start <= wait_start and wait_end <= end:
-            parts.append((start, wait_start))
-            start = wait_end
-    return [*parts, (start, end)]
-
-
-def summarize(intervals: Sequence[Interval]) -> Passes:
-    """Time in the passes; the window starts with the first work, not with a wait before it."""
-    work = [(start, end) for start, end in intervals if end - start > MIN_WORK_SECONDS]
-    busy = sum(end - start for start, end in intervals)
-    return Passes(busy, max(end for _, end in work) - min(start for start, _ in work))
 
 
 def make_mesh(plan: Any, *, memory: bool = True) -> Any:

@@ -16,6 +16,8 @@ from shardwright.comm.mesh import Group
 from shardwright.errors import UserError
 from shardwright.kernels.native import sum_of_squares
 
+EPSILON = 1e-6  # added to the norm, as by torch.nn.utils.clip_grad_norm_
+
 
 @torch.no_grad()
 def clip_grad_norm(
@@ -38,10 +40,11 @@ def clip_grad_norm(
     for group in pipeline_groups:
         total = collective.all_reduce(total, group).wait()
     norm = float(total.sqrt())
-    if norm > max_norm:
+    factor = max_norm / (norm + EPSILON)
+    if not factor >= 1:
         for parameter in (*parameters, *replicated):
             if parameter.grad is not None:
-                parameter.grad.mul_(max_norm / norm)
+                parameter.grad.mul_(factor)
     return norm
 
 

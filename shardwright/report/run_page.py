@@ -15,12 +15,13 @@ from typing import Any
 
 from shardwright.checkpoint.manifest import Manifest
 from shardwright.report import html_template, plots, step_times
+from shardwright.report.bubble import bubble_ratio
 from shardwright.report.html_template import Grid
 from shardwright.report.model_flops import flops_grid
 from shardwright.report.run_record import MachineWindow, Metrics, MetricsLine, RunRecord, read_record
 from shardwright.report.units import bytes_text, count_text, decimal_text, duration_text, si_text, time_text
 from shardwright.spec import files
-from shardwright.spec.plan import Stage
+from shardwright.spec.plan import Plan, Stage
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
@@ -70,7 +71,7 @@ def run_html(run: RunRecord) -> str:
         gaps=tuple(missing_measurements(metrics)),
         times=times,
         step_time=describe_step_time(run.timeline) if run.timeline else "",
-        predicted=describe_prediction(run.predicted_timeline, run.timeline)
+        predicted=describe_prediction(run.predicted_timeline, run.timeline, run.plan)
         if run.predicted_timeline and run.timeline
         else "",
         parts=part_grid(run.timeline, run.predicted_timeline, run.plan.stages if run.plan else ())
@@ -185,9 +186,17 @@ def describe_step_time(timeline: Timeline) -> str:
     return f"A step took {time_text(mean)}, the mean of {num_steps:,} {timeline.source} steps{uneven_note}. {sentence}"
 
 
-def describe_prediction(predicted: Timeline, measured: Timeline) -> str:
+def describe_prediction(predicted: Timeline, measured: Timeline, plan: Plan | None) -> str:
+    """The predicted step and, of a pipeline, its bubble; measured timelines are of the first rank."""
     expected, actual = (step_times.mean_step_seconds(predicted), step_times.mean_step_seconds(measured))
-    return f"The plan predicted {time_text(expected)} per step, {expected / actual:.0%} of the measured time."
+    text = f"The plan predicted {time_text(expected)} per step, {expected / actual:.0%} of the measured time."
+    if plan is None or plan.pipeline is None:
+        return text
+    expected, actual = bubble_ratio(predicted), bubble_ratio(measured)
+    return (
+        f"{text} Between the passes of a step the first rank waits for {actual:.1%} of their time (the pipeline's "
+        f"bubble); the plan predicted {expected:.1%}."
+    )
 
 
 def part_grid(timeline: Timeline, predicted: Timeline | None, stages: Sequence[Stage] = ()) -> Grid:

@@ -24,6 +24,7 @@ from shardwright.spec.calls import reducing_stages
 from shardwright.spec.lanes import DENSE, IDS, PIPE, PIPE_BACKWARD, SHARD_LANES, WIRE
 from shardwright.spec.pipeline import Chunk, rank_chunks
 from shardwright.spec.plan import Plan
+from shardwright.spec.wire import MAX_UNNAMED_BUCKETS, gradient_buckets
 
 DenseOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 TRIAL_SHAPE = (6, 4)  # shape of the parameters on which `_is_elementwise` tries an optimizer
@@ -140,7 +141,8 @@ def distribute_dense(model: nn.Module, plan: Plan, mesh: Mesh) -> DenseLayout:
         own_ids = {id(parameter) for name in part for parameter in model.get_submodule(name).parameters()}
         unsharded = [p for p in parameters if id(p) in own_ids - shard_ids]
         own_blocks = [block for block in blocks if any(_is_inside(block.name, name) for name in part)]
-        stage_of = _reducing_stage(model, plan, f"reduce{suffix}")
+        stages = reducing_stages(plan.stages) if pipeline is None else _bucket_stages(model, part, plan, suffix)
+        stage_of = _reducing_stage(model, stages, f"reduce{suffix}")
         reducers += _make_reducer(plan, unsharded, own_blocks, groups, sample_ranks, stage_of)
     shard_groups = (groups.all_gather,) if groups is not None and groups.all_gather.size > 1 else ()
     checkpoint_activations(model, [entry for entry in plan.dense.recompute if _is_present(model, entry.block)])
@@ -176,9 +178,19 @@ def _module_names(chunk: Chunk) -> list[str]:
     ]
 
 
-def _reducing_stage(model: nn.Module, plan: Plan, default: str) -> Callable[[nn.Parameter], str]:
-    """The name of the plan's stage that reduces a parameter's gradient; `default` where no stage is of its block."""
-    stages = reducing_stages(plan.stages)
+def _bucket_stages(model: nn.Module, modules: Sequence[str], plan: Plan, suffix: str) -> dict[str, str]:
+    """By module of a chunk, the stage that reduces its gradients: the planner's, which are not in a pipeline's plan."""
+    if plan.dense.shard:
+        return {}
+    sizes = {name: sum(p.numel() * p.itemsize for p in model.get_submodule(name).parameters()) for name in modules}
+    buckets = gradient_buckets((name, sizes[name]) for name in reversed(modules))
+    if len(buckets) <= MAX_UNNAMED_BUCKETS:
+        return dict.fromkeys(modules, f"reduce{suffix}")
+    return {name: f"reduce {last}" for last, names in buckets.items() for name in names}
+
+
+def _reducing_stage(model: nn.Module, stages: dict[str, str], default: str) -> Callable[[nn.Parameter], str]:
+    """The name of the stage that reduces a parameter's gradient. `stages`: by block; `default`: if there are none."""
     by_id = {
         id(parameter): stages[name]
         for name in block_names(model)

@@ -23,7 +23,8 @@ from shardwright.runtime.job import Job
 from shardwright.runtime.planning import plan_single_process
 from shardwright.spec import presets
 from shardwright.spec.axes import Axis
-from shardwright.spec.lanes import LANES, PIPELINE_LANES, SHARD_LANES
+from shardwright.spec.lanes import LANES, MAIN, PIPELINE_LANES, SHARD_LANES
+from shardwright.spec.pipeline import rank_stages
 from shardwright.spec.plan import Dense, Pipeline, Plan
 from shardwright.spec.timeline import Timeline
 
@@ -31,9 +32,9 @@ DATA = Dense(replicate=("data@local",))
 SHARDED = Dense(shard=("data@local",))
 
 
-def make_model(form: DecoderForm = LLAMA) -> GPT:
+def make_model(form: DecoderForm = LLAMA, channels: int = 16) -> GPT:
     torch.manual_seed(4)
-    shape = {"vocabulary": VOCABULARY, "context": TOKENS, "channels": 16, "num_blocks": 4, "num_heads": 2}
+    shape = {"vocabulary": VOCABULARY, "context": TOKENS, "channels": channels, "num_blocks": 4, "num_heads": 2}
     return GPT(**shape, form=form).to(torch.float64)
 
 
@@ -191,3 +192,35 @@ def test_ranks_run_the_calls_that_the_simulator_predicts(ranks, pipeline):
     for rank, traced in enumerate(ranks.run(num_pipe, traced_calls, plan)):
         assert traced == calls_on_main(predicted, rank), f"rank {rank}"
         assert len(traced) > 4 * pipeline.micro_batches
+
+
+def event_names_on_rank(plan: Plan, channels: int) -> set[str]:
+    """The names of all traced events but waits inside them."""
+    with ExitStack() as stack:
+        job = build(make_model(channels=channels).float(), plan, optimizer=adam)
+        stack.callback(job.mesh.close)
+        index = job.mesh.position(plan.sample_axes)[0]
+        list(job.run(tokens(step, 6 * index, 6 * index + 6) for step in range(3)))
+        return {event.name for event in job.tracer.timeline().events if event.kind != "wait"}
+
+
+@pytest.mark.parametrize("dense", [DATA, SHARDED], ids=["DDP", "FSDP"])
+@pytest.mark.parametrize("channels", [16, 192])
+def test_measured_events_have_names_of_the_predicted_calls(ranks, dense, channels):
+    """With 192 channels, the gradients of a chunk fill more than two buckets."""
+    pipeline = Pipeline((1, 1, 1, 1), 2, "interleaved")
+    if channels > 16:
+        pipeline = Pipeline((2, 2), 2)
+    plan = pipeline_plan(pipeline, 2, 2, dense, LLAMA)
+    plan = replace(plan, dense=replace(plan.dense, dtype="float32", state="float32"))
+    workload = describe(make_model(channels=channels).float(), tokens(0))
+    problem = define_problem(workload, presets.unmeasured_cluster(2, 2, 1 << 33), SIZE, Precision())
+    problem = replace(problem, axes=plan.axes, pipeline=pipeline, dense=dense, expand_blocks=True)
+    calls = pipeline_calls(problem, 3)
+    answers = ranks.run(4, event_names_on_rank, plan, channels)
+    for rank, measured in enumerate(answers):
+        predicted = {call.stage.name for call in calls[rank].calls}
+        predicted |= {stage.name for stage in rank_stages(plan, rank) if stage.lane == MAIN}  # passes, not their parts
+        assert measured <= predicted, f"rank {rank}: {measured - predicted}"
+    names = {name for measured in answers for name in measured if name.startswith(("reduce", "scatter"))}
+    assert len(names) >= 2, names

@@ -12,8 +12,9 @@ from shardwright.planner.plan import resource_usage, slowest_stage_seconds
 from shardwright.planner.problem import Precision, Problem
 from shardwright.planner.reprice import reprice_plan
 from shardwright.planner.step import critical_path
-from shardwright.planner.step.pipeline_step import bubble_ratio, pipeline_calls
+from shardwright.planner.step.pipeline_step import pipeline_calls
 from shardwright.planner.step.simulate import simulate_ranks, steady_step_seconds
+from shardwright.report.bubble import bubble_ratio, passes_by_step
 from shardwright.spec import presets
 from shardwright.spec.axes import Axis
 from shardwright.spec.calls import CallOrder, without_leads
@@ -90,8 +91,9 @@ def test_the_bubble_of_even_chunks_is_that_of_the_closed_form(shape, blocking):
     num_pipe, num_chunks, micro_batches = shape
     problem = pipeline_problem(even(*shape), num_pipe)
     timeline = simulate_ranks(pipeline_calls(problem, 3), blocking=blocking)
-    ratio = bubble_ratio(problem, timeline)
-    assert ratio == pytest.approx((num_pipe - 1) / (num_chunks * micro_batches), rel=1e-6)
+    assert bubble_ratio(timeline) == pytest.approx((num_pipe - 1) / (num_chunks * micro_batches), rel=1e-6)
+    busy = [passes_by_step(timeline, rank)[1].busy for rank in range(num_pipe)]
+    assert busy == pytest.approx([busy[0]] * num_pipe)
 
 
 def step_seconds(problem, blocking=True, **settings):

@@ -30,7 +30,7 @@ from shardwright.planner.step.stages import (
 )
 from shardwright.spec.lanes import DENSE, GATHER, MAIN, SCATTER, SHARD_LANES
 from shardwright.spec.plan import Stage
-from shardwright.spec.wire import GRADIENT_BUCKET_BYTES
+from shardwright.spec.wire import MAX_UNNAMED_BUCKETS, gradient_buckets
 from shardwright.spec.workload import Block
 
 CollectivePhase = tuple[str, AxisGroups, int, float]  # collective, groups, bytes, seconds
@@ -43,7 +43,7 @@ def expands_blocks(problem: Problem) -> bool:
     if not problem.expand_blocks:
         return False
     is_sharded = any(needs_unshard(problem, block) for block in problem.workload.blocks)
-    return is_sharded or (len(_buckets(problem)) > 2 and problem.sample_groups.size > 1)
+    return is_sharded or (len(_buckets(problem)) > MAX_UNNAMED_BUCKETS and problem.sample_groups.size > 1)
 
 
 def stage_bodies(problem: Problem) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
@@ -115,14 +115,8 @@ def _buckets(problem: Problem) -> dict[str, int]:
     The key is the block whose backward fills the bucket, or the last block.
     """
     bottom, top = _split_blocks(problem)
-    buckets: dict[str, int] = {}
-    pending_bytes, last = 0, ""
-    for block in (*reversed(top), *reversed(bottom)):
-        if block.parameter_bytes and not needs_unshard(problem, block):
-            pending_bytes, last = pending_bytes + block.parameter_bytes, block.name
-            if pending_bytes >= GRADIENT_BUCKET_BYTES:
-                buckets[last], pending_bytes = pending_bytes, 0
-    return buckets | ({last: pending_bytes} if pending_bytes else {})
+    bytes_ = {b.name: b.parameter_bytes for b in (*reversed(top), *reversed(bottom)) if not needs_unshard(problem, b)}
+    return {last: sum(bytes_[name] for name in names) for last, names in gradient_buckets(bytes_.items()).items()}
 
 
 def _forward_stages(problem: Problem) -> Iterator[Stage]:

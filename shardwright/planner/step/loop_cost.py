@@ -24,8 +24,8 @@ class LoopCost:
     `read_seconds` are on the rank's own thread, `prepare_seconds` in a loader worker (0: no worker). While the worker
     and the rank's computation both run, each runs at `shared_rate` of its speed. Every `batches_per_log` batches,
     results of `gathered_bytes` are all-gathered one after the other. `bottom_seconds` (overlapped with the exchange of
-    vectors or their gradients) and `top_seconds` are of the dense model and the loss, forward and backward; 0: not
-    measured, the planner's prices are used.
+    vectors or their gradients) and `top_seconds` are of the dense model and the loss, forward and backward, of one
+    micro-batch of a pipeline; 0: not measured, the planner's prices are used. All blocks may be the bottom, or the top.
     """
 
     read_seconds: float = 0.0
@@ -50,13 +50,18 @@ class LoopCost:
 
     def apply_measured_pace(self, problem: Problem) -> Problem:
         """The problem with the measured speed of the dense model."""
+        parts = 1 if problem.pipeline is None else problem.pipeline.micro_batches
         split = block_tasks.split_blocks(problem)
         paces: list[tuple[float, float]] = []
         for direction, low, high in zip(("forward", "backward"), self.bottom_seconds, self.top_seconds, strict=True):
-            bottom, top = (block_tasks.pass_task(problem, blocks, direction).seconds_on(0) for blocks in split)
-            if not (high and top):
+            bottom, top = (
+                block_tasks.pass_task(replace(problem, micro_batches=parts), blocks, direction).seconds_on(0)
+                for blocks in split
+            )
+            if not (high if bottom and top else low + high):
                 return problem
-            paces.append((low / bottom, high / top) if bottom else (1.0, (low + high) / top))
+            all_blocks = (low + high) / (bottom + top)
+            paces.append((low / bottom, high / top) if bottom and top else (all_blocks, all_blocks))
         (bottom_forward, top_forward), (bottom_backward, top_backward) = paces
         return replace(problem, bottom_pace=(bottom_forward, bottom_backward), top_pace=(top_forward, top_backward))
 

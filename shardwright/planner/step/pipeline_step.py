@@ -32,7 +32,6 @@ from shardwright.spec.lanes import DENSE, MAIN
 from shardwright.spec.pipeline import BACKWARD, FORWARD, Chunk, rank_chunks, rank_schedule, rank_stages
 from shardwright.spec.plan import Stage
 from shardwright.spec.stage_checks import is_persistent
-from shardwright.spec.timeline import Timeline
 from shardwright.spec.wire import REQUEST_HEADER_BYTES
 
 
@@ -75,24 +74,6 @@ def pipeline_traffic(problem: Problem) -> np.ndarray:
         for chunk in rank_chunks(pipeline_of(problem), len(stages), index):
             total_RR += traffic.dense_traffic(_chunk_problem(problem, chunk, ranks))
     return total_RR
-
-
-def bubble_ratio(problem: Problem, timeline: Timeline, step: int = 1) -> float:
-    """The time in which a rank waits between its passes of a step, over the time of its passes; the mean of all ranks.
-
-    With equal chunks and free messages it is (p - 1) / (v m): p ranks of v chunks, m micro-batches.
-    """
-    names = [f"{kind} {block.name}" for block in problem.workload.blocks for kind in (FORWARD, BACKWARD)]
-    passes = [
-        event
-        for event in timeline.events
-        if event.step == step and (event.name in names or event.name.partition(".")[0] in (FORWARD, BACKWARD))
-    ]
-    seconds: dict[int, float] = {}
-    for event in passes:
-        seconds[event.rank] = seconds.get(event.rank, 0.0) + event.end - event.start
-    span = max(event.end for event in passes) - min(event.start for event in passes)
-    return len(seconds) * span / sum(seconds.values()) - 1
 
 
 # Calls

@@ -14,10 +14,10 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from shardwright.comm.mesh import current_rank, host_topology, select_device, world_size
+from shardwright.comm.mesh import current_rank, host_topology, select_device
 from shardwright.config import Settings
 from shardwright.data.loading.loader import to_batch
 from shardwright.data.loading.worker import send_through_pipe
@@ -29,7 +29,8 @@ from shardwright.measure.describe import sparse_of
 from shardwright.planner.step.loop_cost import LoopCost
 from shardwright.runtime.launch import launcher
 from shardwright.runtime.materialize import materialize
-from shardwright.runtime.outputs import Output, Scores
+from shardwright.runtime.outputs import BatchParts, Output, Scores
+from shardwright.runtime.run import measure_blocks
 from shardwright.runtime.run.machine import choose_threads, rank_cores
 from shardwright.runtime.run.metrics import WindowMetrics
 from shardwright.spec.plan import Plan
@@ -40,27 +41,39 @@ MAX_CALLS, MAX_SECONDS = 4, 0.2  # limits of one measurement
 MIN_DENSE_CALLS, MAX_DENSE_CALLS, DENSE_SECONDS = 3, 12, 2.0
 MAX_SAMPLES = 1 << 17  # of a measured window; the time of a larger one is scaled like sorting
 CACHE_BYTES = 1 << 25  # more than the caches of a core hold
+NUM_BLOCK_BATCHES = 2
 SIZE_BYTES = 8  # of a column's length; ranks exchange the lengths first
 
 
-def measure_this_rank(settings: Settings, source: Source, model: nn.Module, plan: Plan) -> LoopCost:
+def measure_this_rank(settings: Settings, source: Source, model: Any, plan: Plan) -> LoopCost:
     """Measure everything on the first rank, only the dense model on the others.
 
-    All ranks call it at the same time. Skips the dense model if it is sharded, uses activation checkpointing or
-    offload, or runs on a GPU.
+    All ranks call it at the same time. Skips the dense model on a GPU, and a model with tables if its dense part is
+    sharded or uses activation checkpointing or offload: it may not fit.
     """
     retain_freed_memory()  # as the job does
     workers = 0 if settings.data.readers else settings.data.workers
     threads = choose_threads(workers, host_topology()[1], launcher.omp_num_threads()).count
-    cores, times = rank_cores(host_topology()[1]), None
+    cores, times, num_shards = rank_cores(host_topology()[1]), None, plan.position(0, plan.sample_axes)[1]
     saves_memory = plan.dense.shard or plan.dense.recompute or plan.dense.offload
-    if sparse_of(model) is not None and not saves_memory and select_device().type == "cpu":
-        times = dense_seconds(model, _batch_maker(settings, source, world_size()), plan.dense.dtype, cores, threads)
+    if select_device().type == "cpu":
+        make_rows = _batch_maker(settings, source, num_shards)
+        if sparse_of(model) is None and measure_blocks.has_parts(model):
+            batches = [_first_micro_batch(to_batch(make_rows()), plan) for _ in range(NUM_BLOCK_BATCHES)]
+            num_blocks = len(model.blocks) if plan.pipeline is None else max(plan.pipeline.blocks)
+            times = measure_blocks.block_seconds(model, batches, num_blocks, plan.dense.dtype), (0.0, 0.0)
+        elif sparse_of(model) is not None and not saves_memory:
+            times = dense_seconds(model, make_rows, plan.dense.dtype, cores, threads)
     if current_rank() > 0:
         return LoopCost()
     loss = getattr(model, "loss", None)
-    loop = measure_loader_and_metrics(settings, source, loss, num_ranks=world_size(), cores=cores, threads=threads)
+    loop = measure_loader_and_metrics(settings, source, loss, num_ranks=num_shards, cores=cores, threads=threads)
     return replace(loop, bottom_seconds=times[0], top_seconds=times[1]) if times else loop
+
+
+def _first_micro_batch(batch: Batch, plan: Plan) -> Batch:
+    parts = plan.pipeline.micro_batches if plan.pipeline is not None else 1
+    return next(iter(BatchParts([batch], parts)))
 
 
 def measure_loader_and_metrics(

@@ -1,0 +1,106 @@
+"""Measure forward and backward of a model of embed, blocks and head, for the planner.
+
+Blocks with the same layers and shapes are measured once, on a few copies in sequence: with only one, its weights would
+stay in the processor's caches, and a rank needs no memory for the whole model.
+"""
+
+import copy
+import time
+from collections.abc import Sequence
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from shardwright.jagged import Batch
+from shardwright.runtime.materialize import materialize
+from shardwright.spec.workload import Dtype
+
+MIN_CALLS, MAX_CALLS, SECONDS = 3, 50, 1.0  # of each kind of block
+CACHE_BYTES = 1 << 26  # weights of copies that do not all stay in a core's caches
+Seconds = tuple[float, float]  # forward, backward
+
+
+def has_parts(model: nn.Module) -> bool:
+    """Whether the model is embed(batch), blocks, head(x)."""
+    return isinstance(getattr(model, "blocks", None), nn.ModuleList) and all(
+        isinstance(getattr(model, name, None), nn.Module) for name in ("embed", "head")
+    )
+
+
+def block_seconds(model: Any, batches: Sequence[Batch], num_blocks: int, dtype: Dtype) -> Seconds:
+    """Seconds of the forward passes of all parts of the model for one of these batches, and of all backward passes.
+
+    `num_blocks`: of the model, in the memory of a rank. Both are in the ratio of their processor times; their sum
+    is real time, since ranks share cores, and may have quotas of them.
+    """
+    measured: dict[str, Seconds] = {}
+    inputs: list[Any] = [*batches]
+    seconds: list[Seconds] = []
+    with torch.random.fork_rng(devices=[]):
+        for part in (model.embed, *model.blocks, model.head):
+            key = _describe(part)
+            if key not in measured:
+                loss = model.loss if part is model.head else None
+                alike = sum(_describe(block) == key for block in model.blocks)
+                num_copies = max(1, min(alike, num_blocks, CACHE_BYTES // (1 + _parameter_bytes(part))))
+                measured[key], inputs = _time_copies(part, num_copies, loss, batches, inputs, dtype)
+            seconds.append(measured[key])
+    forward, backward = zip(*seconds, strict=True)
+    return sum(forward), sum(backward)
+
+
+def _describe(part: nn.Module) -> str:
+    """Equal for parts with the same layers, settings and shapes."""
+    shapes = [f"{name} {tuple(parameter.shape)}" for name, parameter in part.named_parameters()]
+    return "\n".join([repr(part), *shapes])
+
+
+def _parameter_bytes(part: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.itemsize for parameter in part.parameters())
+
+
+def _time_copies(
+    part: nn.Module,
+    num_copies: int,
+    loss: nn.Module | None,
+    batches: Sequence[Batch],
+    inputs: Sequence[Any],
+    dtype: Dtype,
+) -> tuple[Seconds, list[Any]]:
+    """The mean seconds of both passes of a copy, and the last copy's output for each batch.
+
+    Each call has the next batch, and adds its gradients to those of the call before, as micro-batches do.
+    """
+    copies = [copy.deepcopy(part) for _ in range(num_copies)]
+    for module in copies:
+        materialize(module, torch.device("cpu"))
+    outputs: list[Any] = [None] * len(batches)
+    calls: list[Seconds] = []
+    begin = 0.0  # the first call, which allocates memory, does not count
+    for number in cycle(range(len(batches))):
+        x = tree_map_only(Tensor, _as_leaf, inputs[number])
+        start = time.process_time()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            for module in copies:
+                x = module(x)
+        if loss is not None:
+            x = loss(tree_map_only(Tensor, Tensor.float, x), batches[number])
+        middle = time.process_time()
+        results = [tensor for tensor in tree_flatten(x)[0] if tensor.requires_grad]
+        torch.autograd.backward(results, [torch.ones_like(tensor) for tensor in results])
+        calls.append((middle - start, time.process_time() - middle))
+        outputs[number] = tree_map_only(Tensor, Tensor.detach, x)
+        now = time.perf_counter()
+        begin = begin or now
+        if len(calls) > MAX_CALLS or len(calls) > max(MIN_CALLS, len(batches)) and now > begin + SECONDS:
+            break
+    forward, backward = (sum(seconds) for seconds in zip(*calls[1:], strict=True))
+    rate = (now - begin) / (forward + backward) / (num_copies * len(calls[1:]))
+    return (forward * rate, backward * rate), outputs
+
+
+def _as_leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(x.is_floating_point())
