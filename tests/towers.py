@@ -52,6 +52,8 @@ class TowersDense(nn.Module):
 
 
 class Towers(nn.Module):
+    sparse: Any
+
     def __init__(self, sparse: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self.sparse = sparse

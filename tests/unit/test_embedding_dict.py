@@ -13,7 +13,7 @@ from towers import ROWS, Towers, batch, make_item, make_towers, make_user
 
 import shardwright as sw
 from shardwright.checkpoint import step_directories
-from shardwright.config import parse_planning
+from shardwright.config import apply_overrides, parse_planning
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors
 from shardwright.layers.embedding_dict import EmbeddingBagsDict
@@ -139,8 +139,7 @@ def test_a_member_that_the_loss_does_not_use_is_not_updated():
 
 def test_gradients_reach_the_id_weights_of_weighted_members_only():
     model, samples = make_towers(SGD(0.1)), batch(0)
-    weights: torch.Tensor = samples.features.weights
-    weights.requires_grad_()
+    weights = samples.features.weights.requires_grad_()
     vectors = model.sparse(samples)
     (vectors["user"].pooled_BD.sum() + vectors["item"].pooled_BD.square().sum()).backward()
     names = samples.features.features
@@ -286,6 +285,39 @@ def test_a_job_equals_a_user_loop():
     assert {f"model.{key}" for key in KEYS} <= set(names) and "tables.sparse.user.site.sum" in names
 
 
+def test_tables_on_the_meta_device_start_as_others_do():
+    with torch.device("meta"):
+        sparse = make_towers(RowWiseAdaGrad(0.1)).sparse
+    model = make_towers(RowWiseAdaGrad(0.1))
+    expected = {name: value.clone() for name, value in model.sparse.state_dict().items()}
+    model.sparse = sparse
+    sw.build(model, sw.plan_for(model, batch(0)), optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    for name, value in model.sparse.state_dict().items():
+        assert torch.equal(value, expected[name])
+
+
+def test_a_frozen_member_keeps_its_weights():
+    model = make_towers(Adam(0.1))
+    model.sparse["item"].requires_grad_(False)
+    before = {name: value.clone() for name, value in model.sparse.state_dict().items()}
+    job = sw.build(model, sw.plan_for(model, batch(0)), optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    run(job, 0, 2)
+    for name, value in model.sparse.state_dict().items():
+        assert torch.equal(value, before[name]) == name.startswith("item")
+    assert {name for name, step in model.sparse.steps.items() if step == 0} == {"item.small", "item.site"}
+
+
+def test_members_have_the_dtypes_of_the_plan():
+    model = make_towers(RowWiseAdaGrad(0.1), "float32")
+    plan = sw.plan_for(model, batch(0, dtype=torch.float32), allow=("tables.bf16",))
+    placements = [replace(table.placement, weight_dtype="bfloat16") for table in plan.tables]
+    tables = tuple(replace(t, placement=placement) for t, placement in zip(plan.tables, placements, strict=True))
+    job = sw.build(model, replace(plan, tables=tables), optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    assert {table.dtype for table in (*model.sparse.tables, *model.sparse["user"].tables)} == {"bfloat16"}
+    next(iter(job.run([batch(0, dtype=torch.float32)])))
+    assert model.sparse["user"].weight("site").dtype == torch.bfloat16 and model.sparse.steps["user.site"] == 1
+
+
 def test_accumulated_micro_batches_equal_one_batch():
     def halves(samples: Batch) -> list[Batch]:
         return [samples.narrow(0, 9), samples.narrow(9, 24)]
@@ -382,6 +414,13 @@ def test_describe():
 def test_pins_name_tables_by_path_in_sections_or_as_quoted_keys(pins):
     _, planning = parse_planning({"plan": {"pins": pins}}, "test")
     assert planning.pins == {"user.site": "row", "item.site": "table@0", "plain": "column:2"}
+
+
+def test_pins_of_dotted_overrides():
+    values = apply_overrides(
+        {"plan": {"pins": {"user.site": "row"}}}, ["plan.pins.user.site=table", "plan.pins.tag=row"]
+    )
+    assert parse_planning(values, "test")[1].pins == {"user.site": "table", "tag": "row"}
 
 
 def test_torch_modules_of_a_dict_are_those_of_its_members():
