@@ -37,9 +37,9 @@ ROUNDING_KEY = "rounding_key"  # in an optimizer's state, next to "step"
 
 
 class EmbeddingTables(nn.Module):
-    """Tables, the features that read them, and the optimizer that updates them: one for a step and its exchange.
+    """The tables of a model, as its step and their exchange use them.
 
-    Implementations: EmbeddingBags, and EmbeddingBagsDict (layers/embedding_dict.py), which holds several of them.
+    Implementations: EmbeddingBags, and EmbeddingBagsDict (layers/embedding_dict.py), which has several of them.
     """
 
     tables: tuple[Table, ...]

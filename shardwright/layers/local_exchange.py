@@ -52,8 +52,8 @@ class LocalExchange:
             return self._bags.lookup(ids)
         if self.member:
             raise UserError(
-                f'"{self.member}" is a member of an EmbeddingBagsDict: call that to train, it looks up all members at '
-                "once; to look up this one without training, use torch.no_grad()"
+                f'"{self.member}" is a member of an EmbeddingBagsDict: to train, call that, which looks up all '
+                "members at once; to look up one member, use torch.no_grad()"
             )
         if world_size() > 1:
             raise UserError(

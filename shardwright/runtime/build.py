@@ -179,7 +179,7 @@ def _set_paths(model: nn.Module) -> None:
         where = ", ".join(f'"{path}"' for path in bags)
         raise UserError(
             f"{type(model).__name__} has several EmbeddingBags ({where}), and a step exchanges ids once: make them "
-            "members of one, self.sparse = EmbeddingBagsDict({...}), or put all tables into one EmbeddingBags"
+            "members of self.sparse = EmbeddingBagsDict({...}), and attributes of nothing else"
         )
     for path, module in bags.items():
         if path not in ("sparse", ""):

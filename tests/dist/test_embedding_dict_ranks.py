@@ -188,7 +188,7 @@ def look_up_a_member() -> list[str]:
 def test_a_member_of_sharded_tables_cannot_be_looked_up_by_itself(ranks):
     for without, training in ranks.run(2, look_up_a_member):
         assert without == 'table "small" is sharded over ranks: job.state() returns its full weight'
-        assert training.startswith('"item" is a member of an EmbeddingBagsDict: call that to train')
+        assert training.startswith('"item" is a member of an EmbeddingBagsDict: to train, call')
 
 
 def train_one_step(world: int) -> dict[str, int]:

@@ -181,7 +181,7 @@ def test_a_member_can_be_looked_up_but_not_trained_by_itself():
     model = make_towers(SGD(0.1))
     with torch.no_grad():
         assert torch.equal(model.sparse["item"](batch(0)).pooled_BD, model.sparse(batch(0))["item"].pooled_BD)
-    with pytest.raises(UserError, match='"item" is a member of an EmbeddingBagsDict: call that to train'):
+    with pytest.raises(UserError, match='"item" is a member of an EmbeddingBagsDict: to train, call'):
         model.sparse["item"](batch(0))
 
 
