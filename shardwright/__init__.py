@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardwright.jagged import Batch, Jagged, Vectors
     from shardwright.layers.convert import from_torch, from_torchrec, to_torch, to_torchrec
     from shardwright.layers.embedding import EmbeddingBags
+    from shardwright.layers.embedding_dict import EmbeddingBagsDict
     from shardwright.layers.loss import BinaryLoss
     from shardwright.measure.describe import describe
     from shardwright.runtime.build import build
@@ -40,6 +41,7 @@ _NAMES_BY_MODULE = MappingProxyType(
         "errors": ("UserError",),
         "jagged": ("Batch", "Jagged", "Vectors"),
         "layers.embedding": ("EmbeddingBags",),
+        "layers.embedding_dict": ("EmbeddingBagsDict",),
         "layers.loss": ("BinaryLoss",),
         "layers.convert": ("from_torch", "from_torchrec", "to_torch", "to_torchrec"),
         "measure.describe": ("describe",),
@@ -62,6 +64,7 @@ __all__ = (
     "BinaryLoss",
     "ClickStream",
     "EmbeddingBags",
+    "EmbeddingBagsDict",
     "Feature",
     "Jagged",
     "Job",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from shardwright.errors import UserError, check_regular_file, did_you_mean, shorten
 
@@ -121,6 +121,17 @@ class PlanSettings(Section):
     micro_batches: int = Field(
         default=0, ge=0, description="micro-batches of a pipeline's step; 0: the planner chooses"
     )
+
+    @field_validator("pins", mode="before")
+    @classmethod
+    def _name_tables(cls, pins: Any) -> Any:
+        """Table names with dots, MEMBER.NAME, are nested sections in TOML and in dotted overrides."""
+        if not isinstance(pins, dict):
+            return pins
+        named = {}
+        for name, pin in pins.items():
+            named |= {f"{name}.{table}": text for table, text in pin.items()} if isinstance(pin, dict) else {name: pin}
+        return named
 
 
 class Settings(Section):

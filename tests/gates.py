@@ -285,7 +285,7 @@ def argument_dicts(root: Path) -> Iterator[Finding]:
 
 @gate("use a verb, or a noun phrase for what it returns")
 def bare_names(root: Path) -> Iterator[Finding]:
-    """Methods of the public API are exempt: users call them."""
+    """Methods of the public API, also inherited ones, are exempt: users call them."""
     public = _public_methods(root)
     for source, function in functions(root):
         if function.name.strip("_") in BARE_NAMES and id(function) not in public:
@@ -295,8 +295,10 @@ def bare_names(root: Path) -> Iterator[Finding]:
 def _public_methods(root: Path) -> set[int]:
     api = next(source for source in sources(root) if source.module == PACKAGE)
     exported = {node.value for node in api.nodes if isinstance(node, ast.Constant)}
-    public = [cls for cls in classes(root).values() if cls.node.name in exported]
-    return {id(method) for cls in public for method in cls.methods if not method.name.startswith("_")}
+    by_name = classes(root)
+    public = {name for name, cls in by_name.items() if cls.node.name in exported}
+    public |= {ancestor for name in public for ancestor in ancestors(name, by_name)}
+    return {id(method) for name in public for method in by_name[name].methods if not method.name.startswith("_")}
 
 
 @gate("rename one of them, so that a search finds a single class")

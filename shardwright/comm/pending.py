@@ -178,3 +178,16 @@ def ready(value: T_co) -> Pending[T_co]:
     pending = Pending(lambda: value)
     pending.is_ready = True
     return pending
+
+
+class LazyValue:
+    """Stands for a value in flight; waits for it at the first access to an attribute or item."""
+
+    def __init__(self, get: Callable[[], Any]) -> None:
+        self._get = get
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._get(), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._get()[key]

@@ -40,7 +40,7 @@ from shardwright.jagged import Jagged, Vectors
 from shardwright.kernels.arguments import concat_with_decay
 from shardwright.kernels.dedup import concat_ids
 from shardwright.kernels.gradient_sums import GradientSums
-from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.embedding import EmbeddingTables
 from shardwright.rectangle import IndexRange
 from shardwright.spec.optimizer import SparseOptimizer
 
@@ -86,7 +86,7 @@ class ShardedTables:
     """The tables of one EmbeddingBags, sharded over the ranks of a mesh."""
 
     def __init__(
-        self, bags: EmbeddingBags, layout: Layout, orders: Sequence[RowOrder], lanes: Lanes, device: torch.device
+        self, bags: EmbeddingTables, layout: Layout, orders: Sequence[RowOrder], lanes: Lanes, device: torch.device
     ) -> None:
         self.bags, self.layout, self.lanes, self.orders = bags, layout, lanes, orders
         self.rank = lanes.wire.index

@@ -16,7 +16,7 @@ from shardwright.kernels.buffers import BufferPool
 from shardwright.kernels.gradient_sums import GradientSums, sum_gradients
 from shardwright.kernels.initial import CHUNK_ELEMENTS
 from shardwright.kernels.native import use_huge_pages
-from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.embedding import EmbeddingTables
 from shardwright.layers.table_weights import TableWeights
 from shardwright.spec.optimizer import SparseOptimizer, state_shapes
 
@@ -25,7 +25,7 @@ class LocalShards:
     """Weights and optimizer states of the shards of one table group."""
 
     def __init__(
-        self, group: TableGroup, bags: EmbeddingBags, orders: Sequence[RowOrder], device: torch.device
+        self, group: TableGroup, bags: EmbeddingTables, orders: Sequence[RowOrder], device: torch.device
     ) -> None:
         self.table_group = group
         self.tables = [bags.tables[shard.table] for shard in group.shards]

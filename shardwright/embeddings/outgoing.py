@@ -21,7 +21,7 @@ from shardwright.jagged import Jagged, ids_per_feature, offsets, select
 from shardwright.kernels.arguments import POOLINGS, IdOutOfRange, Ids
 from shardwright.kernels.dedup import bucketize_ids, gather_segments, unique_rows
 from shardwright.kernels.gradient_sums import to_table_positions
-from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.embedding import EmbeddingTables
 from shardwright.layers.table_weights import torch_state_dtype
 
 MAX_INT32_ROWS = 1 << 31  # rows that 32 bits can number
@@ -56,7 +56,7 @@ class OutgoingRequest:
 class RequestBuilder:
     """Builds the requests of every batch; values that do not depend on the batch are computed once."""
 
-    def __init__(self, bags: EmbeddingBags, layout: Layout, orders: Sequence[RowOrder], rank: int) -> None:
+    def __init__(self, bags: EmbeddingTables, layout: Layout, orders: Sequence[RowOrder], rank: int) -> None:
         self._bags, self._orders, self._num_ranks = bags, orders, len(layout.table_groups)
         table_index = {table.name: index for index, table in enumerate(bags.tables)}
         self._table_of = [table_index[feature.table] for feature in bags.features]

@@ -20,7 +20,7 @@ from shardwright.jagged import Vectors
 from shardwright.kernels import embedding
 from shardwright.kernels.buffers import BufferPool
 from shardwright.kernels.gradient_sums import sum_at_positions
-from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.embedding import EmbeddingTables
 from shardwright.layers.table_weights import torch_state_dtype
 
 
@@ -63,7 +63,7 @@ class Response:
 class ResponseAssembly:
     """Assembles this rank's vectors from responses, and splits gradients in the same format."""
 
-    def __init__(self, bags: EmbeddingBags, layout: Layout, rank: int) -> None:
+    def __init__(self, bags: EmbeddingTables, layout: Layout, rank: int) -> None:
         self._bags = bags
         self._memory = BufferPool()
         self.dtype = torch_state_dtype(bags.tables[0])

@@ -25,7 +25,7 @@ from shardwright.jagged import Vectors, features_with_gradient
 from shardwright.kernels.arguments import Ids
 from shardwright.kernels.dedup import restrict_ids
 from shardwright.kernels.gradient_sums import GradientSums, to_global_positions
-from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.embedding import EmbeddingTables
 
 FLAGS_OF_WORD = 8
 # A request, and `IncomingRequest.unpooled_counts` of each table group of this rank.
@@ -35,7 +35,9 @@ Lookup = tuple[OutgoingRequest, Sequence[Sequence[Sequence[int]]]]
 class UsedFeatures:
     """Finds the used features of a step and restricts its update to them."""
 
-    def __init__(self, bags: EmbeddingBags, layout: Layout, local_shards: Sequence[LocalShards], group: Group) -> None:
+    def __init__(
+        self, bags: EmbeddingTables, layout: Layout, local_shards: Sequence[LocalShards], group: Group
+    ) -> None:
         table_index = {table.name: index for index, table in enumerate(bags.tables)}
         self._features = bags.features
         self._frozen = [not bags.holder(feature.table).is_trained for feature in bags.features]

@@ -76,6 +76,8 @@ def to_torchrec(layer: EmbeddingBags, collection: Callable[..., Any], config: Ca
     """
     configs = []
     for table in layer.tables:
+        if "." in table.name:
+            raise UserError(f'table "{table.name}" is of an EmbeddingBagsDict: convert each member, layer["member"]')
         features = [feature for feature in layer.features if feature.table == table.name]
         poolings = {feature.pooling for feature in features}
         if len(poolings) != 1 or "none" in poolings:

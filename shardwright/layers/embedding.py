@@ -8,6 +8,7 @@ optimizer, tables are ordinary parameters with ordinary gradients; with requires
 Shape legend: B samples of the local batch, D columns of all pooled vectors.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.comm.pending import LazyValue
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, select
 from shardwright.kernels import embedding, reference
@@ -34,41 +36,41 @@ from shardwright.spec.workload import Dtype, Feature, Table, feature_faults, tab
 ROUNDING_KEY = "rounding_key"  # in an optimizer's state, next to "step"
 
 
-class EmbeddingBags(nn.Module):
-    """Tables, the features that read them, and the optimizer that updates them.
+class EmbeddingTables(nn.Module):
+    """The tables of a model, as its step and their exchange use them.
 
-    `prefix` starts the tables' state dict keys: "embedding_bags.site.weight" as in TorchRec by default, or
-    "site.weight" with prefix "". `weighted`: whether ids have weights; None: they do if the batch has weights.
+    Implementations: EmbeddingBags, and EmbeddingBagsDict (layers/embedding_dict.py), which has several of them.
     """
 
-    def __init__(
-        self,
-        tables: Sequence[Table],
-        features: Sequence[Feature],
-        optimizer: SparseOptimizer | None = None,
-        *,
-        prefix: str = "embedding_bags",
-        weighted: bool | None = None,
-    ) -> None:
-        super().__init__()
-        raise_if_any(_faults(tables, features, optimizer))
+    tables: tuple[Table, ...]
+    features: tuple[Feature, ...]
+    dims: tuple[int, ...]  # by feature: columns of its vectors
+    optimizer: SparseOptimizer | None
+    weighted: bool | None  # whether ids have weights; None: they do if the batch has weights
+    exchange: Exchange
+    steps: dict[str, int]  # by table
+
+    def _declare(self, tables: Sequence[Table], features: Sequence[Feature], weighted: bool | None) -> None:
+        """Set what implementations have in common; they call it in their __init__."""
         self.tables = tuple(tables)
         self.features = tuple(features)
-        self.optimizer = optimizer
         self.weighted = weighted
-        self.exchange: Exchange = LocalExchange(self)
-        self.steps = {table.name: 0 for table in tables}
+        self.exchange = LocalExchange(self)
         dims = {table.name: table.dim for table in tables}
-        self.dims = tuple(dims[feature.table] for feature in features)  # by feature: columns of its vectors
+        self.dims = tuple(dims[feature.table] for feature in features)
         self._buffer_pool = BufferPool()
-        holder = nn.Module() if prefix else self
-        if prefix:
-            self.add_module(prefix, holder)
-        for table in self.tables:
-            if hasattr(holder, table.name):
-                raise UserError(f'table "{table.name}": torch modules reserve this name; choose another')
-            holder.add_module(table.name, TableWeights(table, optimizer))
-        self._holder = (holder,)  # in a tuple, so that it is not registered a second time
+
+    @abstractmethod
+    def outputs(self, vectors: Vectors | LazyValue) -> Any:
+        """What the model's `dense` gets, from the vectors of all features."""
+
+    @abstractmethod
+    def id_weights(self, ids: Jagged) -> Tensor | None:
+        """The weights by which these tables pool ids of `features`."""
+
+    @abstractmethod
+    def holder(self, table: str) -> TableWeights:
+        """The module that holds a table's weight and optimizer state."""
 
     def weight(self, table: str) -> nn.Parameter:
         if self.holder(table).is_released:
@@ -96,9 +98,10 @@ class EmbeddingBags(nn.Module):
         """Optimizer state tensors of a table by name; empty if its optimizer has none."""
         return dict(self.holder(table).named_buffers())
 
-    def forward(self, batch: Batch | Jagged) -> Vectors:
+    def forward(self, batch: Batch | Jagged) -> Any:
         features = batch.features if isinstance(batch, Batch) else batch
-        return self.blank(features) if features.values.device.type == "meta" else self.exchange.forward(features)
+        is_meta = features.values.device.type == "meta"
+        return self.outputs(self.blank(features) if is_meta else self.exchange.forward(features))
 
     def read(self, features: Jagged) -> Jagged:
         """Select the features of these tables from a batch, ordered and named as in `self.features`."""
@@ -106,11 +109,8 @@ class EmbeddingBags(nn.Module):
         ids = features if features.features == sources else select(features, sources)
         names = tuple(feature.name for feature in self.features)
         ids = ids if names == sources else replace(ids, features=names)
-        if self.weighted and ids.weights is None:
-            raise UserError("these tables pool by id weights and the batch has none; pass Jagged(..., weights)")
-        if self.weighted is False and ids.weights is not None:
-            ids = replace(ids, weights=None)
-        return ids
+        weights = self.id_weights(ids)
+        return ids if weights is ids.weights else replace(ids, weights=weights)
 
     def blank(self, features: Jagged, device: torch.device | str = "meta") -> Vectors:
         """Vectors of the right shapes with uninitialized values, for tracing."""
@@ -181,6 +181,9 @@ class EmbeddingBags(nn.Module):
         for table in self.tables:
             self.holder(table.name).cast(dtypes[table.name])
         self.tables = tuple(replace(table, dtype=dtypes[table.name]) for table in self.tables)
+        for name, member in self.named_children():
+            if isinstance(member, EmbeddingTables):
+                member.hold({table.name: dtypes[f"{name}.{table.name}"] for table in member.tables})
 
     def give_up(self, exchange: Exchange) -> None:
         """Free the local tables; from now on `exchange` looks up and updates their shards."""
@@ -227,19 +230,11 @@ class EmbeddingBags(nn.Module):
         """Initialize weights, from torch's seed and the table's name, and states; set step counts to 0."""
         for table in self.tables:
             self.holder(table.name).reset()
-            self.steps[table.name] = 0
+        self.steps = dict.fromkeys(self.steps, 0)
 
     def extra_repr(self) -> str:
         rows = sum(table.rows for table in self.tables)
         return f"{len(self.tables)} tables, {rows:,} rows, {len(self.features)} features, {self.optimizer}"
-
-    def holder(self, table: str) -> TableWeights:
-        """The module that holds a table's weight and optimizer state."""
-        module = getattr(self._holder[0], table)
-        assert isinstance(module, TableWeights)
-        if not module.is_released:
-            module.check_dtype()
-        return module
 
     def vectors(self, pooled_BD: Tensor, sequences: Sequence[Tensor]) -> Vectors:
         pooled = [i for i, feature in enumerate(self.features) if feature.pooling != "none"]
@@ -278,6 +273,62 @@ class EmbeddingBags(nn.Module):
                 f'table "{feature.table}", feature "{feature.name}": id {error.id} is outside its {rows} rows '
                 f"(0 to {rows - 1}); give the table more rows or hash the ids"
             ) from None
+
+
+class EmbeddingBags(EmbeddingTables):
+    """Tables, the features that read them, and the optimizer that updates them.
+
+    `prefix` starts the tables' state dict keys: "embedding_bags.site.weight" as in TorchRec by default, or
+    "site.weight" with prefix "". `weighted`: whether ids have weights; None: they do if the batch has weights.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        optimizer: SparseOptimizer | None = None,
+        *,
+        prefix: str = "embedding_bags",
+        weighted: bool | None = None,
+    ) -> None:
+        super().__init__()
+        raise_if_any(_faults(tables, features, optimizer))
+        self._declare(tables, features, weighted)
+        self.optimizer = optimizer
+        self.steps = {table.name: 0 for table in tables}
+        holder = nn.Module() if prefix else self
+        if prefix:
+            self.add_module(prefix, holder)
+        for table in self.tables:
+            if hasattr(holder, table.name):
+                raise UserError(f'table "{table.name}": torch modules reserve this name; choose another')
+            holder.add_module(table.name, TableWeights(table, optimizer))
+        self._holder = (holder,)  # in a tuple, so that it is not registered a second time
+
+    def outputs(self, vectors: Vectors | LazyValue) -> Any:
+        return vectors
+
+    def id_weights(self, ids: Jagged) -> Tensor | None:
+        if self.weighted and ids.weights is None:
+            raise UserError("these tables pool by id weights and the batch has none; pass Jagged(..., weights)")
+        return None if self.weighted is False else ids.weights
+
+    def holder(self, table: str) -> TableWeights:
+        """The module that holds a table's weight and optimizer state."""
+        module = getattr(self._holder[0], table)
+        assert isinstance(module, TableWeights)
+        if not module.is_released:
+            module.check_dtype()
+        return module
+
+
+def find_tables(model: nn.Module) -> Iterator[tuple[str, EmbeddingTables]]:
+    """The EmbeddingTables of a model with their paths, without members of an EmbeddingBagsDict."""
+    members: set[nn.Module] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, EmbeddingTables) and module not in members:
+            members.update(module.modules())
+            yield path, module
 
 
 def _faults(tables: Sequence[Table], features: Sequence[Feature], optimizer: SparseOptimizer | None) -> Iterator[str]:

@@ -23,7 +23,7 @@ from shardwright.kernels.dedup import restrict_ids
 from shardwright.spec.optimizer import SparseOptimizer
 
 if TYPE_CHECKING:
-    from shardwright.layers.embedding import EmbeddingBags
+    from shardwright.layers.embedding import EmbeddingTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,24 @@ class LocalBatch:
 
 
 class LocalExchange:
-    """Looks up and updates the tables of an EmbeddingBags in this process; see `Exchange`."""
+    """Looks up and updates tables in this process; see `Exchange`.
 
-    def __init__(self, bags: "EmbeddingBags") -> None:
-        self._bags = bags
+    `member`: the name of these tables in an EmbeddingBagsDict, which then trains them; empty if they are in none.
+    """
+
+    def __init__(self, bags: "EmbeddingTables", member: str = "") -> None:
+        self._bags, self.member = bags, member
         self.num_updates = 0  # by backward passes of a user training loop
 
     def forward(self, features: Jagged) -> Vectors:
         ids = self._bags.read(features)
         if self._bags.optimizer is None or not torch.is_grad_enabled():
             return self._bags.lookup(ids)
+        if self.member:
+            raise UserError(
+                f'"{self.member}" is a member of an EmbeddingBagsDict: to train, call that, which looks up all '
+                "members at once; to look up one member, use torch.no_grad()"
+            )
         if world_size() > 1:
             raise UserError(
                 f"{world_size()} processes would each train separate tables: build a job with a plan that shards them, "
@@ -115,7 +123,7 @@ class _LookupThenUpdate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, exchange: LocalExchange, bags: "EmbeddingBags", ids: Jagged, id_weights: Tensor | None, *_: Tensor
+        ctx: Any, exchange: LocalExchange, bags: "EmbeddingTables", ids: Jagged, id_weights: Tensor | None, *_: Tensor
     ):
         ctx.exchange, ctx.bags, ctx.ids, ctx.num_updates = exchange, bags, ids, exchange.num_updates
         return bags.lookup(ids).tensors()

@@ -3,6 +3,7 @@
 Shape legend: U row indices.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -38,6 +39,20 @@ class TableWeights(nn.Module):
         is_fresh = self.rounding_key == derive_seed(f"{self._seed_name}/rounding")  # not loaded from a saved state
         self._seed_name = f"{path}.{self.table.name}"
         self.rounding_key = derive_seed(f"{self._seed_name}/rounding") if is_fresh else self.rounding_key
+
+    def join(self, member: str, *, is_fresh: bool) -> None:
+        """Name the table MEMBER.NAME, also in its seed: it belongs to a member of an EmbeddingBagsDict.
+
+        With `is_fresh`, a table that still has its initial values is initialized again.
+        """
+        is_fresh = is_fresh and self._has_initial_values()
+        self.set_path(member)
+        self.table = replace(self.table, name=f"{member}.{self.table.name}")
+        if is_fresh:
+            self.reset()
+
+    def _has_initial_values(self) -> bool:
+        return self.weight.is_meta or all(torch.equal(part, self.initial_rows(rows)) for rows, part in self._chunks())
 
     @property
     def is_released(self) -> bool:
@@ -84,10 +99,14 @@ class TableWeights(nn.Module):
             state.fill_(self.initial_state)
         if self.weight.device.type == "meta":
             return
-        step = max(1, CHUNK_ELEMENTS // self.table.dim)
-        for start in range(0, self.table.rows, step):
-            rows = torch.arange(start, min(start + step, self.table.rows), device=self.weight.device)
-            self.weight[start : start + step] = self.initial_rows(rows)
+        for rows, part in self._chunks():
+            part.copy_(self.initial_rows(rows))
+
+    def _chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Row numbers and weights of each chunk of rows."""
+        size = max(1, CHUNK_ELEMENTS // self.table.dim)
+        for number, part in enumerate(self.weight.detach().split(size)):
+            yield torch.arange(number * size, number * size + len(part), device=part.device), part
 
     def initial_rows(self, rows_U: Tensor) -> Tensor:
         """Initial values of rows `rows_U`, which depend only on torch's seed, the table and the row."""

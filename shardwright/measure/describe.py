@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, ids_per_feature
-from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.embedding import EmbeddingTables
 from shardwright.measure.op_counts import OpCounterMode, PeakMemoryMode, SavedTensorsMode, tensors_of, untraceable_error
 from shardwright.spec.workload import Block, FeatureStatistics, Product, Workload
 
@@ -62,15 +62,15 @@ def check_contract(model: nn.Module) -> None:
         raise UserError(f"{type(model).__name__} has no `loss(logits, batch)`; give it one as a child module")
 
 
-def sparse_of(model: nn.Module) -> EmbeddingBags | None:
+def sparse_of(model: nn.Module) -> EmbeddingTables | None:
     """The child `sparse` of the model contract, None if the model has none."""
     sparse = getattr(model, "sparse", None)
     if sparse is None:
         return None
-    if not isinstance(sparse, EmbeddingBags):
+    if not isinstance(sparse, EmbeddingTables):
         raise UserError(
-            f"{type(model).__name__}.sparse is a {type(sparse).__name__}; wanted EmbeddingBags "
-            "(from_torch and from_torchrec convert yours)"
+            f"{type(model).__name__}.sparse is a {type(sparse).__name__}; wanted EmbeddingBags, or "
+            "EmbeddingBagsDict of several (from_torch and from_torchrec convert yours)"
         )
     for child in ("dense", "loss"):
         if not hasattr(model, child):
@@ -101,7 +101,7 @@ def block_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def _statistics(
-    sparse: EmbeddingBags | None, features: Jagged, overrides: Sequence[FeatureStatistics]
+    sparse: EmbeddingTables | None, features: Jagged, overrides: Sequence[FeatureStatistics]
 ) -> tuple[FeatureStatistics, ...]:
     """Statistics of each feature: those in `overrides`, else measured on the batch."""
     if sparse is None:
@@ -136,7 +136,7 @@ def _distinct_curve(ids: Tensor, lengths: Tensor) -> tuple[tuple[int, float], ..
     return tuple(shares.items())
 
 
-def _trace_blocks(model: nn.Module, sparse: EmbeddingBags | None, batch: Batch) -> tuple[Block, ...]:
+def _trace_blocks(model: nn.Module, sparse: EmbeddingTables | None, batch: Batch) -> tuple[Block, ...]:
     """Trace the whole step once, then each block on the inputs it received; "rest" is the difference."""
     twin = meta_twin(model)
     vectors = sparse.blank(batch.features) if sparse else None
@@ -181,7 +181,7 @@ def _count(
     name: str,
     module: nn.Module,
     run: Callable[[], Any],
-    sparse: EmbeddingBags | None,
+    sparse: EmbeddingTables | None,
     batch_size: int,
     counted: set[int] | None = None,
 ) -> Block:
@@ -255,7 +255,7 @@ def _compute_loss(model: Any, batch: Batch, vectors: Vectors | None) -> Tensor:
         return model.loss(model(batch), batch)
     for tensor in vectors.tensors():
         tensor.requires_grad_(True)
-    return model.loss(model.dense(batch, vectors), batch)
+    return model.loss(model.dense(batch, model.sparse.outputs(vectors)), batch)
 
 
 def meta_twin(model: nn.Module) -> nn.Module:

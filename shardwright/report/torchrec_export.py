@@ -43,13 +43,18 @@ def shards(rows, columns, column_shards, ranks):
 
 
 def sharding_plan(path: str) -> ShardingPlan:
-    """The plan of the module at `path` that holds the tables; an empty path is the model itself."""
-    tables = EmbeddingModuleShardingPlan()
+    """The plan of the module at `path` that holds the tables; an empty path is the model itself.
+
+    Tables MEMBER.NAME, of an EmbeddingBagsDict, are in the module MEMBER of that module.
+    """
+    modules = {}
     for name, (kind, kernel, rows, columns, column_shards, ranks) in TABLES.items():
         is_replicated = kind == "data_parallel"
         spec = None if is_replicated else EnumerableShardingSpec(list(shards(rows, columns, column_shards, ranks)))
-        tables[name] = ParameterSharding(kind, kernel, ranks=list(ranks), sharding_spec=spec)
-    return ShardingPlan({path: tables})
+        member, _, table = name.rpartition(".")
+        tables = modules.setdefault(".".join(filter(None, (path, member))), EmbeddingModuleShardingPlan())
+        tables[table] = ParameterSharding(kind, kernel, ranks=list(ranks), sharding_spec=spec)
+    return ShardingPlan(modules)
 '''
 
 

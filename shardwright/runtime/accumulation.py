@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
-from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.embedding import EmbeddingTables
 
 
 class GradientAccumulation:
@@ -83,7 +83,7 @@ class GradientAccumulation:
                 parameter.grad.mul_(self._decay)
         return weight / self._total_weight
 
-    def update_tables(self, sparse: EmbeddingBags, ids: Sequence[Any], gradients: Sequence[Any]) -> None:
+    def update_tables(self, sparse: EmbeddingTables, ids: Sequence[Any], gradients: Sequence[Any]) -> None:
         """Update the tables from the ids and vector gradients of all micro-batches of a step."""
         pairs = list(zip(ids, gradients, strict=True))
         sparse.update(*(pairs[0] if len(pairs) == 1 else sparse.exchange.concat_micro_batches(pairs, self._decay)))

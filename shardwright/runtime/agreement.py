@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import UserError
 from shardwright.kernels.matmul import BLAS, library_in_use
-from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.embedding import EmbeddingTables
 from shardwright.measure.describe import sparse_of
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.spec.plan import Plan
@@ -55,7 +55,9 @@ def check_agreement(
     return BLAS if len(libraries) > 1 else libraries.pop()
 
 
-def _tensors(model: nn.Module, sparse: EmbeddingBags | None, *, digest_dense: bool) -> Iterator[tuple[str, list[str]]]:
+def _tensors(
+    model: nn.Module, sparse: EmbeddingTables | None, *, digest_dense: bool
+) -> Iterator[tuple[str, list[str]]]:
     """Pairs (name, [description, digest of the values]) of each tensor.
 
     The digest of tensors of the dense model is empty unless `digest_dense`.

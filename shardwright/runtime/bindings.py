@@ -273,7 +273,8 @@ class StepBindings:
 
     @accesses(reads=("batch", "vectors", "state.dense"), writes=("logits", "loss"))
     def forward(self, slots: Slots) -> None:
-        self._forward(slots, lambda: self.model.dense(slots["batch"], slots.get_lazy("vectors")))
+        vectors = self.model.sparse.outputs(slots.get_lazy("vectors"))
+        self._forward(slots, lambda: self.model.dense(slots["batch"], vectors))
 
     @accesses(reads=("batch", "lengths", "state.dense"), writes=("logits", "loss"))
     def forward_batch(self, slots: Slots) -> None:

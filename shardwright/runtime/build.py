@@ -23,7 +23,7 @@ from shardwright.errors import UserError
 from shardwright.kernels.matmul import library_in_use, preferred_library, use_library
 from shardwright.kernels.native import retain_freed_memory
 from shardwright.kernels.reference import num_row_sums
-from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.embedding import EmbeddingTables, find_tables
 from shardwright.measure.describe import check_contract, sparse_of
 from shardwright.planner.step.stages import has_host_reduce
 from shardwright.runtime import dense_layout
@@ -146,7 +146,7 @@ def _check_stages(model: nn.Module, plan: Plan) -> None:
     replace(plan, stages=stages).verify(contracts=StepBindings.contracts(model, stages, chunks))
 
 
-def shard_tables(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, Tensor]) -> None:
+def shard_tables(sparse: EmbeddingTables, plan: Plan, mesh: Mesh, hottest: Mapping[str, Tensor]) -> None:
     """Shard the tables as planned; this rank keeps only its shards."""
     if mesh.device.type != "cpu":
         raise UserError(f"sharded tables on {mesh.device.type}: this version has them in host memory only")
@@ -174,19 +174,19 @@ def _sample_group(plan: Plan, mesh: Mesh, lane: str) -> Group:
 
 def _set_paths(model: nn.Module) -> None:
     """Seed tables outside the child `sparse` with their module path."""
-    bags = {path: module for path, module in model.named_modules() if isinstance(module, EmbeddingBags)}
+    bags = dict(find_tables(model))
     if len(bags) > 1:
         where = ", ".join(f'"{path}"' for path in bags)
         raise UserError(
-            f"{type(model).__name__} has several EmbeddingBags ({where}), and this version trains one: put all tables "
-            "into the child `sparse`; several features may read a table"
+            f"{type(model).__name__} has several EmbeddingBags ({where}), and a step exchanges ids once: make them "
+            "members of self.sparse = EmbeddingBagsDict({...}), and attributes of nothing else"
         )
     for path, module in bags.items():
         if path not in ("sparse", ""):
             module.set_path(path)
 
 
-def _refuse_shared_weights(model: nn.Module, sparse: EmbeddingBags) -> None:
+def _refuse_shared_weights(model: nn.Module, sparse: EmbeddingTables) -> None:
     """Raise if another module has a table's weight: its gradients would miss the table's fused update."""
     inside = set(sparse.modules())
     names = {id(sparse.weight(table.name)): table.name for table in sparse.tables}

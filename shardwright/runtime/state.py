@@ -19,7 +19,7 @@ from shardwright.embeddings.exchange import ShardedTables
 from shardwright.errors import UserError
 from shardwright.kernels.matmul import library_in_use
 from shardwright.kernels.rounding import copy_finite
-from shardwright.layers.embedding import ROUNDING_KEY, EmbeddingBags
+from shardwright.layers.embedding import ROUNDING_KEY, EmbeddingTables, find_tables
 from shardwright.layers.table_weights import TableWeights
 from shardwright.rectangle import Rectangle, dtype_name, full_rectangle
 from shardwright.runtime.optimizer_state import (
@@ -280,7 +280,7 @@ def _sharded_tensors(model: nn.Module, get: Callable[[ShardedTables], dict[str, 
     return tensors
 
 
-def _logical_names(prefix: str, bags: EmbeddingBags) -> dict[str, str]:
+def _logical_names(prefix: str, bags: EmbeddingTables) -> dict[str, str]:
     """The name in a state of each "table.weight" and "table.KEY" (KEY: of the table's optimizer state)."""
     path = f"{MODEL_PREFIX}{prefix.removeprefix('tables.')}"
     assert isinstance(bags.exchange, ShardedTables)
@@ -292,15 +292,14 @@ def _logical_names(prefix: str, bags: EmbeddingBags) -> dict[str, str]:
     return names
 
 
-def _embedding_bags(model: nn.Module) -> Iterator[tuple[str, EmbeddingBags]]:
-    """Every EmbeddingBags of the model, with the prefix of its optimizer state's names."""
-    for path, module in model.named_modules():
-        if isinstance(module, EmbeddingBags):
-            yield f"tables.{path}.", module
+def _embedding_bags(model: nn.Module) -> Iterator[tuple[str, EmbeddingTables]]:
+    """The embedding tables of the model, with the prefix of their optimizer state's names."""
+    for path, tables in find_tables(model):
+        yield f"tables.{path}.", tables
 
 
 def _table_optimizers(model: nn.Module) -> dict[str, str]:
-    """The optimizer kind of each EmbeddingBags, by path: names and shapes of the state do not distinguish all kinds."""
+    """The optimizer kind of embedding tables, by path: names and shapes of the state do not distinguish all kinds."""
     return {
         prefix.split(".", 1)[1].removesuffix("."): bags.optimizer.kind
         for prefix, bags in _embedding_bags(model)

@@ -28,7 +28,7 @@ from shardwright.data.loading.loader import Loader, to_batch
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors
 from shardwright.kernels.finite import check_finite
-from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.embedding import EmbeddingTables
 from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.table_weights import TableWeights
 from shardwright.measure.describe import sparse_of
@@ -138,7 +138,7 @@ def export(
     return export_manifest
 
 
-def _table_names(model: nn.Module, bags: EmbeddingBags, source: Checkpoint) -> dict[str, str]:
+def _table_names(model: nn.Module, bags: EmbeddingTables, source: Checkpoint) -> dict[str, str]:
     """Each table's weight name in the checkpoint; raises an error if missing or of another shape."""
     path = next(name for name, module in model.named_modules() if module is bags)
     modules = [(name, module) for name, module in bags.named_modules() if isinstance(module, TableWeights)]
@@ -155,7 +155,7 @@ def _table_names(model: nn.Module, bags: EmbeddingBags, source: Checkpoint) -> d
 
 
 def _write_tables(
-    source: Checkpoint, bags: EmbeddingBags, names: Mapping[str, str], path: Path, stored: str
+    source: Checkpoint, bags: EmbeddingTables, names: Mapping[str, str], path: Path, stored: str
 ) -> tuple[dict[str, StoredArray], dict[str, float]]:
     """Write the tables' file; returns where each array is stored, and each table's largest rounding error."""
     specs: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -192,7 +192,7 @@ def _read_row_chunks(source: Checkpoint, name: str, rows: int) -> Iterator[tuple
         yield row_range, values
 
 
-def _write_dense(source: Checkpoint, model: Any, bags: EmbeddingBags, example: Batch, path: Path) -> None:
+def _write_dense(source: Checkpoint, model: Any, bags: EmbeddingTables, example: Batch, path: Path) -> None:
     """Write the dense model as a program, and check that the program works for other sizes."""
     dense = copy.deepcopy(model.dense)
     materialize(dense, torch.device("cpu"))
@@ -213,7 +213,7 @@ def _write_dense(source: Checkpoint, model: Any, bags: EmbeddingBags, example: B
     program.check_dynamic_sizes(path, dense_program, inputs((1, 1)))
 
 
-def _synthetic_batch(bags: EmbeddingBags, example: Batch, sizes: Sequence[int]) -> tuple[Batch, Vectors]:
+def _synthetic_batch(bags: EmbeddingTables, example: Batch, sizes: Sequence[int]) -> tuple[Batch, Vectors]:
     """A batch of `sizes` (samples, ids per sample), and its vectors.
 
     Dimensions must differ, so that torch.export does not unify any two: feature i has i more ids in the first sample.
@@ -225,7 +225,7 @@ def _synthetic_batch(bags: EmbeddingBags, example: Batch, sizes: Sequence[int]) 
     batch = Batch(Jagged(names, torch.zeros(int(lengths.sum()), dtype=torch.int64), lengths), None, {})
     width = example.numbers.shape[1]
     numbers = torch.linspace(-1, 1, num_samples * width, dtype=example.numbers.dtype).view(num_samples, width)
-    vectors = bags.blank(bags.read(batch.features), device="cpu")
+    vectors = bags.blank(batch.features, device="cpu")
     pooled = torch.linspace(-1, 1, vectors.pooled_BD.numel(), dtype=vectors.pooled_BD.dtype)
     rows = [torch.linspace(-1, 1, v.numel(), dtype=v.dtype).view(v.shape) for v in vectors.sequences.values()]
     return replace(batch, dense=numbers), bags.vectors(pooled.view(vectors.pooled_BD.shape), rows)

@@ -18,9 +18,11 @@ from shardwright.kernels import embedding
 from shardwright.kernels.arguments import POOLINGS, Ids
 from shardwright.kernels.buffers import BufferPool
 from shardwright.kernels.native import lengths_to_offsets
-from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.embedding import EmbeddingBags, EmbeddingTables
+from shardwright.layers.embedding_dict import EmbeddingBagsDict
 from shardwright.rectangle import Rectangle
 from shardwright.serving.manifest import SCALES_SUFFIX, TABLES_FILE, ExportManifest
+from shardwright.spec.workload import Table
 
 ARRAY_SUFFIXES = ("", SCALES_SUFFIX)
 
@@ -73,7 +75,7 @@ class MappedTables:
             dtypes = dict.fromkeys(dtypes, "float32")
         with torch.device("meta"):
             tables = [replace(table, dtype=dtypes[table.name]) for table in served.tables]
-            self.bags = EmbeddingBags(tables, served.bags, weighted=served.weighted)
+            self.bags = _make_bags(tables, served)
         order = [table.name for table in served.tables]
         self._weights = [self._values[name] for name in order]
         self._table_index = [order.index(feature.table) for feature in served.bags]
@@ -148,6 +150,23 @@ class MappedTables:
             tables.append(group.values[rows[positions]].float() * group.scales[rows[positions]])
             new_ids[positions] = torch.arange(len(tables[-1]))
         return tables, replace(ids, values=new_ids, tables=self._group.tolist())
+
+
+def _make_bags(tables: Sequence[Table], served: ExportManifest) -> EmbeddingTables:
+    """EmbeddingBags with these tables; an EmbeddingBagsDict if their names are MEMBER.NAME."""
+    if not any("." in table.name for table in tables):
+        return EmbeddingBags(tables, served.bags, weighted=served.weighted)
+    members = {}
+    for name in dict.fromkeys(table.name.partition(".")[0] for table in tables):
+        prefix = f"{name}."
+        member_tables = [replace(t, name=t.name.removeprefix(prefix)) for t in tables if t.name.startswith(prefix)]
+        member_features = [
+            replace(feature, name=feature.name.removeprefix(prefix), table=feature.table.removeprefix(prefix))
+            for feature in served.bags
+            if feature.table.startswith(prefix)
+        ]
+        members[name] = EmbeddingBags(member_tables, member_features, weighted=served.weighted)
+    return EmbeddingBagsDict(members)
 
 
 def _concat(served: ExportManifest, names: Sequence[str], suffix: str) -> StoredArray:

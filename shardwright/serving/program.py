@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors
-from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.embedding import EmbeddingTables
 
 WEIGHT_PREFIX = "dense."  # of the names of the program's weights
 PICKLED_SUFFIX = ".pt"  # of pickled files in an archive: example inputs, which are not needed
@@ -28,10 +28,11 @@ UNPICKLED_NAME_PATTERN = r"(weight|tensor)_\d+"  # raw tensors; torch unpickles 
 class DenseProgram(nn.Module):
     """The dense model as a module whose inputs and output are tensors, as torch.export requires."""
 
-    def __init__(self, dense: nn.Module, bags: EmbeddingBags, features: Sequence[str]) -> None:
+    def __init__(self, dense: nn.Module, bags: EmbeddingTables, features: Sequence[str]) -> None:
         super().__init__()
         self.dense = dense
         self.features = tuple(features)
+        self.outputs = bags.outputs
         empty = bags.vectors(torch.empty(0), [torch.empty(0)] * sum(f.pooling == "none" for f in bags.features))
         self.names, self.dims, self.sequences = empty.features, empty.dims, tuple(empty.sequences)
 
@@ -40,7 +41,7 @@ class DenseProgram(nn.Module):
     ) -> Tensor:
         batch = Batch(Jagged(self.features, values_N, lengths_FB), numbers_BD, {})
         vectors = Vectors(self.names, self.dims, pooled_BW, dict(zip(self.sequences, sequences, strict=True)))
-        return self.dense(batch, vectors)
+        return self.dense(batch, self.outputs(vectors))
 
 
 def inputs(batch: Batch, vectors: Vectors) -> tuple[Any, ...]:

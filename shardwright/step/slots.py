@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from shardwright.comm.pending import Pending
+from shardwright.comm.pending import LazyValue, Pending
 from shardwright.errors import UserError
 from shardwright.spec.calls import Call
 from shardwright.spec.plan import Contract
@@ -31,19 +31,6 @@ class InFlight:
 def in_flight(name: str, lane: str, pending: Pending[Any]) -> Any:
     """The value of a slot: work of stage `name` on a lane, or its result if that exists already."""
     return pending.wait() if pending.is_ready else InFlight(name, lane, pending)
-
-
-class LazyValue:
-    """Stands for a value in flight; waits for it at the first access to an attribute or item."""
-
-    def __init__(self, get: Callable[[], Any]) -> None:
-        self._get = get
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._get(), name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._get()[key]
 
 
 @dataclass(slots=True)

@@ -201,6 +201,21 @@ def test_the_torchrec_export_has_every_shard(tmp_path, stub_torchrec):
     assert tables["t4"].ranks == sorted(tables["t4"].ranks)
 
 
+def test_the_torchrec_export_has_a_module_for_each_member(tmp_path, stub_torchrec):
+    tables = (Table("user.site", 100, 8), Table("item.site", 200, 8), Table("item.tag", 300, 8))
+    features = tuple(Feature(table.name, table.name) for table in tables)
+    statistics = tuple(FeatureStatistics(table.name, 1.0, 0.5) for table in tables)
+    workload = Workload(1, 4096, tables, features, statistics)
+    path = page.write_torchrec_plan(
+        make_plan(workload, presets.load_cluster("laptop"), torchrec=True), tmp_path / "exported.py"
+    )
+    modules = runpy.run_path(str(path))["sharding_plan"]("sparse").plan
+    assert {module: list(tables) for module, tables in modules.items()} == {
+        "sparse.user": ["site"],
+        "sparse.item": ["site", "tag"],
+    }
+
+
 def test_layouts_that_torchrec_lacks_are_replanned_with_their_slowdown(tmp_path):
     """TorchRec has neither deduplicated row exchange nor rows split by load."""
     workload, cluster = make_workload(), presets.load_cluster("zionex-128-a100")

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from shardwright.comm.mesh import current_rank, host_topology, select_device
+from shardwright.comm.pending import LazyValue
 from shardwright.config import Settings
 from shardwright.data.loading.loader import to_batch
 from shardwright.data.loading.worker import send_through_pipe
@@ -35,7 +36,6 @@ from shardwright.runtime.run.machine import choose_threads, rank_cores
 from shardwright.runtime.run.metrics import WindowMetrics
 from shardwright.spec.plan import Plan
 from shardwright.spec.workload import Dtype
-from shardwright.step.slots import LazyValue
 
 MAX_CALLS, MAX_SECONDS = 4, 0.2  # limits of one measurement
 MIN_DENSE_CALLS, MAX_DENSE_CALLS, DENSE_SECONDS = 3, 12, 2.0
@@ -123,15 +123,17 @@ def dense_seconds(
             vectors = model.sparse.blank(batch.features, "cpu")
             for tensor in vectors.tensors():
                 torch.nn.init.normal_(tensor).requires_grad_(True)
-            calls.append(_time_passes(dense, loss, batch, vectors, dtype))
+            calls.append(_time_passes(dense, loss, batch, vectors, model.sparse.outputs, dtype))
             dense.zero_grad()
     rate = min(threads, cores)
     bottom, top, top_backward, bottom_backward = (fmean(times) / rate for times in zip(*calls[1:], strict=True))
     return (bottom, bottom_backward), (top, top_backward)
 
 
-def _time_passes(dense: Any, loss: Any, batch: Batch, vectors: Vectors, dtype: Dtype) -> tuple[float, ...]:
-    """Processor seconds of the four parts of a forward and backward pass.
+def _time_passes(
+    dense: Any, loss: Any, batch: Batch, vectors: Vectors, outputs: Callable[[LazyValue], Any], dtype: Dtype
+) -> tuple[float, ...]:
+    """Processor seconds of the four parts of a forward and backward pass; `outputs`: of the tables.
 
     These are: forward until the vectors are first needed, rest of forward, backward until the vectors' gradients are
     ready, rest of backward.
@@ -146,7 +148,7 @@ def _time_passes(dense: Any, loss: Any, batch: Batch, vectors: Vectors, dtype: D
     nodes = vectors.receive(lambda: ready_times.append(time.process_time()))
     start = time.process_time()
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-        logits = dense(batch, LazyValue(get))
+        logits = dense(batch, outputs(LazyValue(get)))
     loss_value = loss(tree_map_only(Tensor, Tensor.float, logits), batch)
     middle = time.process_time()
     loss_value.backward()
