@@ -6,6 +6,7 @@ stay in the processor's caches, and a rank needs no memory for the whole model.
 
 import copy
 import time
+from collections import deque
 from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
@@ -30,11 +31,14 @@ def has_parts(model: nn.Module) -> bool:
     )
 
 
-def block_seconds(model: Any, batches: Sequence[Batch], num_blocks: int, dtype: Dtype) -> Seconds:
+def block_seconds(
+    model: Any, batches: Sequence[Batch], num_blocks: int, dtype: Dtype, *, num_in_flight: int = 1
+) -> Seconds:
     """Seconds of the forward passes of all parts of the model for one of these batches, and of all backward passes.
 
-    `num_blocks`: of the model, in the memory of a rank. Both are in the ratio of their processor times; their sum
-    is real time, since ranks share cores, and may have quotas of them.
+    `num_blocks`: of the model, in the memory of a rank. `num_in_flight`: batches whose activations it holds. Both
+    results are in the ratio of their processor times; their sum is real time, since ranks share cores, and may have
+    quotas of them.
     """
     measured: dict[str, Seconds] = {}
     inputs: list[Any] = [*batches]
@@ -46,7 +50,8 @@ def block_seconds(model: Any, batches: Sequence[Batch], num_blocks: int, dtype: 
                 loss = model.loss if part is model.head else None
                 alike = sum(_describe(block) == key for block in model.blocks)
                 num_copies = max(1, min(alike, num_blocks, CACHE_BYTES // (1 + _parameter_bytes(part))))
-                measured[key], inputs = _time_copies(part, num_copies, loss, batches, inputs, dtype)
+                copies = [copy.deepcopy(part) for _ in range(num_copies)]
+                measured[key], inputs = _time_copies(copies, loss, batches, inputs, dtype, num_in_flight)
             seconds.append(measured[key])
     forward, backward = zip(*seconds, strict=True)
     return sum(forward), sum(backward)
@@ -63,23 +68,24 @@ def _parameter_bytes(part: nn.Module) -> int:
 
 
 def _time_copies(
-    part: nn.Module,
-    num_copies: int,
+    copies: Sequence[nn.Module],
     loss: nn.Module | None,
     batches: Sequence[Batch],
     inputs: Sequence[Any],
     dtype: Dtype,
+    num_in_flight: int,
 ) -> tuple[Seconds, list[Any]]:
     """The mean seconds of both passes of a copy, and the last copy's output for each batch.
 
-    Each call has the next batch, and adds its gradients to those of the call before, as micro-batches do.
+    Each call has the next batch, and adds its gradients to those of the call before, as micro-batches do. Calls before
+    the first backward pass, and the first with one, allocate memory and do not count.
     """
-    copies = [copy.deepcopy(part) for _ in range(num_copies)]
     for module in copies:
         materialize(module, torch.device("cpu"))
     outputs: list[Any] = [None] * len(batches)
+    in_flight: deque[Any] = deque()
     calls: list[Seconds] = []
-    begin = 0.0  # the first call, which allocates memory, does not count
+    begin = now = 0.0
     for number in cycle(range(len(batches))):
         x = tree_map_only(Tensor, _as_leaf, inputs[number])
         start = time.process_time()
@@ -89,16 +95,19 @@ def _time_copies(
         if loss is not None:
             x = loss(tree_map_only(Tensor, Tensor.float, x), batches[number])
         middle = time.process_time()
-        results = [tensor for tensor in tree_flatten(x)[0] if tensor.requires_grad]
+        outputs[number] = tree_map_only(Tensor, Tensor.detach, x)
+        in_flight.append([tensor for tensor in tree_flatten(x)[0] if tensor.requires_grad])
+        if len(in_flight) < num_in_flight:
+            continue
+        results = in_flight.popleft()
         torch.autograd.backward(results, [torch.ones_like(tensor) for tensor in results])
         calls.append((middle - start, time.process_time() - middle))
-        outputs[number] = tree_map_only(Tensor, Tensor.detach, x)
         now = time.perf_counter()
         begin = begin or now
-        if len(calls) > MAX_CALLS or len(calls) > max(MIN_CALLS, len(batches)) and now > begin + SECONDS:
+        if len(calls) > MAX_CALLS or len(calls) > MIN_CALLS and now > begin + SECONDS:
             break
     forward, backward = (sum(seconds) for seconds in zip(*calls[1:], strict=True))
-    rate = (now - begin) / (forward + backward) / (num_copies * len(calls[1:]))
+    rate = (now - begin) / (forward + backward) / (len(copies) * len(calls[1:]))
     return (forward * rate, backward * rate), outputs
 
 

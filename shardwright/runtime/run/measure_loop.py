@@ -61,7 +61,10 @@ def measure_this_rank(settings: Settings, source: Source, model: Any, plan: Plan
         if sparse_of(model) is None and measure_blocks.has_parts(model):
             batches = [_first_micro_batch(to_batch(make_rows()), plan) for _ in range(NUM_BLOCK_BATCHES)]
             num_blocks = len(model.blocks) if plan.pipeline is None else max(plan.pipeline.blocks)
-            times = measure_blocks.block_seconds(model, batches, num_blocks, plan.dense.dtype), (0.0, 0.0)
+            passes = measure_blocks.block_seconds(
+                model, batches, num_blocks, plan.dense.dtype, num_in_flight=plan.num_pipeline_ranks
+            )
+            times = passes, (0.0, 0.0)
         elif sparse_of(model) is not None and not saves_memory:
             times = dense_seconds(model, make_rows, plan.dense.dtype, cores, threads)
     if current_rank() > 0:
