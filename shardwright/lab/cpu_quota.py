@@ -1,5 +1,6 @@
 """CPU quotas of ranks, by cgroups (v1 or v2); the cgroups also list the processes of a lab."""
 
+import math
 import os
 import signal
 import time
@@ -8,7 +9,9 @@ from pathlib import Path
 
 from shardwright.errors import UserError
 
-PERIOD_MICROSECONDS = 20_000  # in a longer period a rank could run a whole short step at full speed
+# A rank runs at full speed until its quota of a period is used up, and then its threads wait, also those that send and
+# receive. So periods are short; but in one of 2 ms, less than a tick of the kernel, a quota has no effect (measured).
+PERIOD_MICROSECONDS, MIN_QUOTA_MICROSECONDS = 5_000, 1_000  # the kernel refuses smaller quotas
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
@@ -60,12 +63,13 @@ def labs_with_groups() -> list[str]:
 
 
 def _set_quota(path: Path, cores: float) -> None:
-    quota = int(cores * PERIOD_MICROSECONDS) if cores else -1
+    period = max(PERIOD_MICROSECONDS, math.ceil(MIN_QUOTA_MICROSECONDS / cores)) if cores else PERIOD_MICROSECONDS
+    quota = int(cores * period) if cores else -1
     if _is_cgroup_v1():
-        (path / "cpu.cfs_period_us").write_text(str(PERIOD_MICROSECONDS))
+        (path / "cpu.cfs_period_us").write_text(str(period))
         (path / "cpu.cfs_quota_us").write_text(str(quota))
     else:
-        (path / "cpu.max").write_text(f"{quota if cores else 'max'} {PERIOD_MICROSECONDS}")
+        (path / "cpu.max").write_text(f"{quota if cores else 'max'} {period}")
 
 
 def _is_cgroup_v1() -> bool:

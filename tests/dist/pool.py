@@ -40,9 +40,13 @@ def serve(rank: int, pipe: Any) -> None:
 class Pool:
     def __init__(self) -> None:
         self._jobs = 0
-        context = multiprocessing.get_context("spawn")
         self._pipes, self._processes = [], []
-        for rank in range(SIZE):
+        self._start(SIZE)
+
+    def _start(self, num_ranks: int) -> None:
+        """Start the ranks that are missing; few tests need more than SIZE."""
+        context = multiprocessing.get_context("spawn")
+        for rank in range(len(self._pipes), num_ranks):
             pipe, rank_end = context.Pipe()
             process = context.Process(target=serve, args=(rank, rank_end), daemon=True)
             process.start()
@@ -51,6 +55,7 @@ class Pool:
 
     def run(self, world: int, function: Callable[..., Any], *args: Any, seconds: float = 60.0) -> list[Any]:
         """Call a module-level function in the first `world` ranks; returns the results by rank, fails on exceptions."""
+        self._start(world)
         port = free_port()
         self._jobs += 1
         for pipe in self._pipes[:world]:

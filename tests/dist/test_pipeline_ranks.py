@@ -25,7 +25,7 @@ from shardwright.spec import presets
 from shardwright.spec.axes import Axis
 from shardwright.spec.lanes import LANES, MAIN, PIPELINE_LANES, SHARD_LANES
 from shardwright.spec.pipeline import rank_stages
-from shardwright.spec.plan import Dense, Pipeline, Plan
+from shardwright.spec.plan import Dense, Pipeline, Plan, Recompute
 from shardwright.spec.timeline import Timeline
 
 DATA = Dense(replicate=("data@local",))
@@ -109,6 +109,16 @@ def test_two_ranks_train_as_one_process(ranks, pipeline, overlap):
 @pytest.mark.parametrize("pipeline", [Pipeline((3, 1), 2), Pipeline((1, 1, 1, 1), 4, "interleaved")], ids=str)
 def test_a_pipeline_with_data_parallelism_trains_as_one_process(ranks, pipeline, dense):
     check(ranks, pipeline_plan(pipeline, 2, 2, dense, QWEN3), (0, 5, SIZE), form=QWEN3, weighted=True, accumulate=2)
+
+
+def test_a_pipeline_with_hsdp_trains_as_one_process(ranks):
+    """Eight ranks: two of the pipeline, each with two replicas of two shards."""
+    plan = pipeline_plan(Pipeline((1, 1, 1, 1), 2, "interleaved"), 2, 2, SHARDED, LLAMA)
+    axes = (Axis("pipe", "host", 2), Axis("data", "host", 2), Axis("data", "local", 2))
+    plan = replace(
+        plan, axes=axes, dense=replace(plan.dense, replicate=("data@host",), recompute=(Recompute("blocks.1"),))
+    )
+    check(ranks, plan, (0, 3, 5, 8, SIZE), weighted=True, accumulate=2, clip=0.5)
 
 
 def test_gradients_are_clipped_by_the_norm_over_all_chunks(ranks):

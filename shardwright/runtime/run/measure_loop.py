@@ -60,7 +60,7 @@ def measure_this_rank(settings: Settings, source: Source, model: Any, plan: Plan
         make_rows = _batch_maker(settings, source, num_shards)
         if sparse_of(model) is None and measure_blocks.has_parts(model):
             batches = [_first_micro_batch(to_batch(make_rows()), plan) for _ in range(NUM_BLOCK_BATCHES)]
-            num_blocks = len(model.blocks) if plan.pipeline is None else max(plan.pipeline.blocks)
+            num_blocks = -(-len(model.blocks) // plan.num_pipeline_ranks)
             passes = measure_blocks.block_seconds(
                 model, batches, num_blocks, plan.dense.dtype, num_in_flight=plan.num_pipeline_ranks
             )
