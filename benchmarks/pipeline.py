@@ -10,8 +10,8 @@ between the ranks. A GPT of 67 M parameters in 16 blocks, 8 micro-batches of 2 x
 
 Settings: "lab 4 x 1, 500 Mbit" and "250 Mbit", 4 hosts x 1 rank with 0.45 of a core each and uplinks of that rate;
 "lab 2 x 1, 500 Mbit", 2 hosts x 1 rank with 0.9 of a core; "loopback 2" and "loopback 4", ranks on one host with the
-same quotas and links without a rate. Hosts, links and the quotas are emulated on two cores: a rank computes 2.25 of 5 ms
-at full speed, and a pass after a wait thus is shorter than one of several without waits.
+same quotas and links without a rate. Hosts, links and the quotas are emulated on two cores: a rank with 0.45 of a core
+computes 2.25 of 5 ms at full speed, and a pass after a wait thus is shorter than one of several without waits.
 
 A JSON line per side: milliseconds of a step (median, least, most over rounds), its ratio to torch's and to "ours" in
 the same round, bytes per step on a host's uplink, and the largest relative difference of a loss from torch's, which may

@@ -225,11 +225,11 @@ def throttled_seconds(rank: int) -> float:
 def test_cpu_quotas_limit_ranks():
     spin = "import time\nstart, cpu = time.time(), time.process_time()\n"
     spin += "while time.time() < start + 1: pass\nprint(time.process_time() - cpu)"
-    with Lab(Shape((Host(cpu=0.25), Host())), NAME) as lab:
+    with Lab(Shape((Host(cpu=0.25), Host(), Host(cpu=0.05))), NAME) as lab:
         output = OutputLines()
         assert lab.run(python_command(spin), output).rank is None
         used = {rank: float(line) for rank, line in output}
-        assert used[0] < 0.35 and used[1] > used[0]
+        assert used[0] < 0.35 and used[1] > used[0] > used[2] and used[2] < 0.15
         assert throttled_seconds(0) > 0.2 and throttled_seconds(1) == 0
 
 

@@ -8,7 +8,8 @@ import copy
 import time
 from collections import deque
 from collections.abc import Sequence
-from itertools import cycle
+from itertools import cycle, pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def _time_copies(
     dtype: Dtype,
     num_in_flight: int,
 ) -> tuple[Seconds, list[Any]]:
-    """The mean seconds of both passes of a copy, and the last copy's output for each batch.
+    """The median seconds of both passes of a copy, and the last copy's output for each batch.
 
     Each call has the next batch, and adds its gradients to those of the call before, as micro-batches do. Calls before
     the first backward pass, and the first with one, allocate memory and do not count.
@@ -85,7 +86,7 @@ def _time_copies(
     outputs: list[Any] = [None] * len(batches)
     in_flight: deque[Any] = deque()
     calls: list[Seconds] = []
-    begin = now = 0.0
+    ends: list[float] = []
     for number in cycle(range(len(batches))):
         x = tree_map_only(Tensor, _as_leaf, inputs[number])
         start = time.process_time()
@@ -102,12 +103,11 @@ def _time_copies(
         results = in_flight.popleft()
         torch.autograd.backward(results, [torch.ones_like(tensor) for tensor in results])
         calls.append((middle - start, time.process_time() - middle))
-        now = time.perf_counter()
-        begin = begin or now
-        if len(calls) > MAX_CALLS or len(calls) > MIN_CALLS and now > begin + SECONDS:
+        ends.append(time.perf_counter())
+        if len(calls) > MAX_CALLS or len(calls) > MIN_CALLS and ends[-1] > ends[0] + SECONDS:
             break
     forward, backward = (sum(seconds) for seconds in zip(*calls[1:], strict=True))
-    rate = (now - begin) / (forward + backward) / (len(copies) * len(calls[1:]))
+    rate = median(end - start for start, end in pairwise(ends)) / len(copies) / (forward + backward)
     return (forward * rate, backward * rate), outputs
 
 
