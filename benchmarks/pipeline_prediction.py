@@ -37,7 +37,13 @@ from shardwright.spec.timeline import Timeline
 
 NUM_RANKS, CPU = 4, 0.45
 CHANNELS, LENGTH = 512, 32
-MODEL = (f"model.channels={CHANNELS}", "model.num_blocks=16", "model.num_heads=8", "model.hidden=1376")
+MODEL = (
+    f"model.channels={CHANNELS}",
+    "model.num_blocks=16",
+    "model.num_heads=8",
+    "model.hidden=1376",
+    "dense.fused=true",
+)
 SEQUENCES_OF_A_MICRO_BATCH = 2
 MESSAGE_BYTES = 4 * SEQUENCES_OF_A_MICRO_BATCH * LENGTH * CHANNELS
 

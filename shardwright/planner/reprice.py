@@ -63,7 +63,8 @@ def reprice_plan(problem: Problem, plan: Plan) -> Candidate:
         float(load.hot_id_share(num_rows)) for load, num_rows in zip(problem.placed_loads(placed), rows, strict=True)
     )
     loads = tasks.rank_loads(problem, placed, fast_id_shares)
-    matching = tuple(after for after in stages.IDS_AFTER if tasks.required_stages(problem, loads, after) == plan.stages)
+    choices = tuple(stages.IDS_AFTER) if plan.tables else tuple(stages.IDS_AFTER)[:1]  # without tables there are no ids
+    matching = tuple(after for after in choices if tasks.required_stages(problem, loads, after) == plan.stages)
     return Candidate(
         problem,
         search.Proposal(),
@@ -71,7 +72,7 @@ def reprice_plan(problem: Problem, plan: Plan) -> Candidate:
         loads,
         fast_id_shares,
         tuple(by_number[number].placement.tiers for number in sorted(by_number)),
-        *prediction.predict_step(problem, placed, loads, matching or tuple(stages.IDS_AFTER)),
+        *prediction.predict_step(problem, placed, loads, matching or choices),
     )
 
 

@@ -3,8 +3,11 @@
 With chunks of equal time and messages that take none it is (p - 1) / (v m): p ranks of v chunks, m micro-batches.
 """
 
+import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import islice
 from statistics import fmean
 from typing import NamedTuple
 
@@ -29,9 +32,10 @@ class Passes(NamedTuple):
 
 
 def bubble_ratio(timeline: Timeline, rank: int = 0) -> float:
-    """The mean over complete steps. On the first rank, a step begins and ends with a pass."""
+    """The mean over complete steps, NaN if there is none. On the first rank, a step begins and ends with a pass."""
     passes = passes_by_step(timeline, rank)
-    return fmean(passes[step].bubble for step in complete_steps(timeline))
+    bubbles = [passes[step].bubble for step in complete_steps(timeline) if step in passes]
+    return fmean(bubbles) if bubbles else math.nan
 
 
 def passes_by_step(timeline: Timeline, rank: int) -> dict[int, Passes]:
@@ -60,7 +64,9 @@ def _without_waits(interval: Interval, waits: Sequence[Interval]) -> list[Interv
     """The parts of an interval outside of waits, which are sorted."""
     start, end = interval
     parts: list[Interval] = []
-    for wait_start, wait_end in waits:
+    for wait_start, wait_end in islice(waits, bisect_left(waits, (start,)), None):
+        if wait_start > end:
+            break
         if start <= wait_start and wait_end <= end:
             parts.append((start, wait_start))
             start = wait_end

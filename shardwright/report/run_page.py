@@ -6,6 +6,7 @@ figures in plots.py; run_record.py reads the run directory.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -193,6 +194,8 @@ def describe_prediction(predicted: Timeline, measured: Timeline, plan: Plan | No
     if plan is None or plan.pipeline is None:
         return text
     expected, actual = bubble_ratio(predicted), bubble_ratio(measured)
+    if math.isnan(actual):
+        return text
     return (
         f"{text} Between the passes of a step the first rank waits for {actual:.1%} of their time (the pipeline's "
         f"bubble); the plan predicted {expected:.1%}."

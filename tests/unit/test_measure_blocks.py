@@ -1,6 +1,8 @@
 """Measured passes of a model of embed, blocks and head; and a pipeline's bubble, from its timeline."""
 
+import math
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,6 +74,16 @@ def test_equal_blocks_are_timed_once(monkeypatch):
     assert forward > 0 and backward > 0
 
 
+def test_frozen_parts_have_no_backward_pass(monkeypatch):
+    monkeypatch.setattr(measure_blocks, "SECONDS", 0.05)
+    model, _ = make_model((0.0,))
+    model.embed.requires_grad_(False)
+    forward, backward = measure_blocks.block_seconds(
+        model, [make_batch(0), make_batch(1)], 1, "float32", num_in_flight=2
+    )
+    assert forward > 0 and backward > 0
+
+
 def test_a_model_without_blocks_is_not_timed():
     assert measure_blocks.has_parts(make_model((0.0,))[0])
     assert not measure_blocks.has_parts(nn.Linear(2, 2))
@@ -93,3 +105,11 @@ def test_waits_inside_passes_belong_to_the_bubble():
         ]
     # From 1 to 9 s there are 3 + 2 s of passes.
     assert bubble_ratio(Timeline("measured", tuple(events))) == pytest.approx(8 / 5 - 1)
+
+
+def test_steps_without_passes_have_no_bubble():
+    """A run of one step has read the next batches."""
+    read = [replace(event(step, "read", step, step + 1, step), lane="read") for step in (1, 2)]
+    assert math.isnan(bubble_ratio(Timeline("measured", tuple(read))))
+    passes = (event(3, "forward", 0, 1, 0), event(4, "backward", 1, 3, 0))
+    assert bubble_ratio(Timeline("measured", (*passes, *read))) == pytest.approx(0)

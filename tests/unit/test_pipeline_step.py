@@ -8,7 +8,7 @@ from shardwright.errors import UserError
 from shardwright.planner import search
 from shardwright.planner.chunks import ranks_by_stage, skeleton_plan
 from shardwright.planner.memory.pipeline_memory import memory_by_stage
-from shardwright.planner.plan import resource_usage, slowest_stage_seconds
+from shardwright.planner.plan import make_plan, resource_usage, slowest_stage_seconds
 from shardwright.planner.problem import Precision, Problem
 from shardwright.planner.reprice import reprice_plan
 from shardwright.planner.step import critical_path
@@ -198,3 +198,12 @@ def test_plans_that_are_not_of_the_model_or_the_cluster():
         reprice_plan(base, replace(plan, axes=(Axis("pipe", "local", 2),)))
     with pytest.raises(UserError, match="the plan is for pipe@host 4; test has 2 ranks"):
         reprice_plan(base, replace(plan, axes=(Axis("pipe", "host", 4),)))
+
+
+def test_a_plan_without_tables_and_without_a_pipeline_is_priced_as_planned():
+    parts = blocks(2, parameters=10**6)
+    workload = Workload(version=1, batch_size=64, tables=(), features=(), statistics=(), blocks=parts)
+    cluster = cluster_of(2, 1)
+    planned = make_plan(workload, cluster)
+    candidate = reprice_plan(search.define_problem(workload, cluster, 64, Precision()), planned.plan)
+    assert candidate.seconds == pytest.approx(planned.candidate.seconds, rel=1e-6)

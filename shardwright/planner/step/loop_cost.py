@@ -58,7 +58,7 @@ class LoopCost:
                 block_tasks.pass_task(replace(problem, micro_batches=parts), blocks, direction).seconds_on(0)
                 for blocks in split
             )
-            if not (high if bottom and top else low + high):
+            if not (high if bottom and top else (low + high) * (bottom + top)):
                 return problem
             all_blocks = (low + high) / (bottom + top)
             paces.append((low / bottom, high / top) if bottom and top else (all_blocks, all_blocks))

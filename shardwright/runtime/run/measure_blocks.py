@@ -21,7 +21,7 @@ from shardwright.runtime.materialize import materialize
 from shardwright.spec.workload import Dtype
 
 MIN_CALLS, MAX_CALLS, SECONDS = 3, 50, 1.0  # of each kind of block
-CACHE_BYTES = 1 << 26  # weights of copies that do not all stay in a core's caches
+MAX_COPIES_BYTES = 1 << 26  # of the weights of all copies: more than the caches of a core hold
 Seconds = tuple[float, float]  # forward, backward
 
 
@@ -45,12 +45,12 @@ def block_seconds(
     inputs: list[Any] = [*batches]
     seconds: list[Seconds] = []
     with torch.random.fork_rng(devices=[]):
-        for part in (model.embed, *model.blocks, model.head):
-            key = _describe(part)
+        parts = (model.embed, *model.blocks, model.head)
+        keys = [_describe(part) for part in parts]
+        for part, key in zip(parts, keys, strict=True):
             if key not in measured:
                 loss = model.loss if part is model.head else None
-                alike = sum(_describe(block) == key for block in model.blocks)
-                num_copies = max(1, min(alike, num_blocks, CACHE_BYTES // (1 + _parameter_bytes(part))))
+                num_copies = max(1, min(keys.count(key), num_blocks, MAX_COPIES_BYTES // (1 + _parameter_bytes(part))))
                 copies = [copy.deepcopy(part) for _ in range(num_copies)]
                 measured[key], inputs = _time_copies(copies, loss, batches, inputs, dtype, num_in_flight)
             seconds.append(measured[key])
@@ -101,7 +101,8 @@ def _time_copies(
         if len(in_flight) < num_in_flight:
             continue
         results = in_flight.popleft()
-        torch.autograd.backward(results, [torch.ones_like(tensor) for tensor in results])
+        if results:
+            torch.autograd.backward(results, [torch.ones_like(tensor) for tensor in results])
         calls.append((middle - start, time.process_time() - middle))
         ends.append(time.perf_counter())
         if len(calls) > MAX_CALLS or len(calls) > MIN_CALLS and ends[-1] > ends[0] + SECONDS:

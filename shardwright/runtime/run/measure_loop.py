@@ -48,8 +48,8 @@ SIZE_BYTES = 8  # of a column's length; ranks exchange the lengths first
 def measure_this_rank(settings: Settings, source: Source, model: Any, plan: Plan) -> LoopCost:
     """Measure everything on the first rank, only the dense model on the others.
 
-    All ranks call it at the same time. Skips the dense model on a GPU, and a model with tables if its dense part is
-    sharded or uses activation checkpointing or offload: it may not fit.
+    All ranks call it at the same time. Skips the dense model on a GPU, without tables and blocks, and with tables if it
+    is sharded or uses activation checkpointing or offload: it may not fit.
     """
     retain_freed_memory()  # as the job does
     workers = 0 if settings.data.readers else settings.data.workers
@@ -59,7 +59,7 @@ def measure_this_rank(settings: Settings, source: Source, model: Any, plan: Plan
     if select_device().type == "cpu":
         make_rows = _batch_maker(settings, source, num_shards)
         if sparse_of(model) is None and measure_blocks.has_parts(model):
-            batches = [_first_micro_batch(to_batch(make_rows()), plan) for _ in range(NUM_BLOCK_BATCHES)]
+            batches = [_last_micro_batch(to_batch(make_rows()), plan) for _ in range(NUM_BLOCK_BATCHES)]
             num_blocks = -(-len(model.blocks) // plan.num_pipeline_ranks)
             passes = measure_blocks.block_seconds(
                 model, batches, num_blocks, plan.dense.dtype, num_in_flight=plan.num_pipeline_ranks
@@ -74,9 +74,9 @@ def measure_this_rank(settings: Settings, source: Source, model: Any, plan: Plan
     return replace(loop, bottom_seconds=times[0], top_seconds=times[1]) if times else loop
 
 
-def _first_micro_batch(batch: Batch, plan: Plan) -> Batch:
-    parts = plan.pipeline.micro_batches if plan.pipeline is not None else 1
-    return next(iter(BatchParts([batch], parts)))
+def _last_micro_batch(batch: Batch, plan: Plan) -> Batch:
+    """The largest micro-batch; with few samples, the first may have none."""
+    return [*BatchParts([batch], plan.pipeline.micro_batches if plan.pipeline is not None else 1)][-1]
 
 
 def measure_loader_and_metrics(
