@@ -52,11 +52,13 @@ class BatchAnnouncer:
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def request(self, ids: None, weight: float, stop: int = 0) -> Announcement:
-        return Announcement(make_headers([(0, 0, weight, 0, 0, 0, stop)] * self._group.size), self._group.index)
+    def request(self, ids: None, weight: float, stop: int = 0, micro_batches: int = 1) -> Announcement:
+        """`micro_batches`: how many it announces at once, equal on all ranks."""
+        header = (micro_batches, 0, weight, 0, 0, 0, stop)
+        return Announcement(make_headers([header] * self._group.size), self._group.index)
 
     def announce(self, request: Announcement) -> Pending[Announcement]:
-        return exchange_headers(request, self._group)
+        return exchange_headers(request, self._group).then(_check_micro_batches)
 
     def announce_end(self) -> Pending[Tensor]:
         return exchange_end_headers(self._group)
@@ -77,6 +79,17 @@ def exchange_end_headers(group: Group) -> Pending[Tensor]:
     """Exchange headers of a rank whose data has ended; fails on all ranks if some of them have a batch."""
     headers_R = torch.full((group.size, REQUEST_HEADER_NUMBERS), NO_BATCH, dtype=torch.float64)
     return collective.all_to_all_rows(headers_R, group).then(_check_headers)
+
+
+def _check_micro_batches(announcement: Announcement) -> Announcement:
+    """Return the announcement; fail unless all ranks have announced the same number of micro-batches."""
+    numbers = announcement.headers_R[:, 0].int().tolist()
+    if len(set(numbers)) > 1:
+        raise UserError(
+            f"micro-batches of a step by rank: {numbers}; give every rank the same number of batches: a batch without "
+            "samples counts as one"
+        )
+    return announcement
 
 
 def _check_headers(headers_R: Tensor) -> Tensor:

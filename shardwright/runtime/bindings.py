@@ -184,8 +184,7 @@ class StepBindings:
         batch, sparse = slots["batch"], sparse_of(self.model)
         ids = sparse.read(batch.features) if sparse is not None else None
         stop = self.accumulation.poll_stop() if self.mesh.size > 1 else 0
-        counts = self.pipeline is None or self.pipeline.is_last  # the ranks of a pipeline have the same samples
-        slots["request"] = self.announcer.request(ids, slots["weight"] if counts else 0.0, stop)
+        slots["request"] = self.announcer.request(ids, slots["weight"], stop)
 
     @accesses(reads=("request",), writes=("lengths",))
     def announce_request(self, slots: Slots) -> None:

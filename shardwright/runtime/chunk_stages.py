@@ -23,7 +23,7 @@ def pipeline_functions(chunks: Sequence[Chunk]) -> Mapping[str, ChunkFunction]:
     def step_optimizer(step: Any, slots: Slots) -> None:
         step.step_optimizer(slots)
 
-    functions: dict[str, ChunkFunction] = {"weigh": _weigh, "step": step_optimizer}
+    functions: dict[str, ChunkFunction] = {"request": _build_request, "weigh": _weigh, "step": step_optimizer}
     if not any(chunk.is_last for chunk in chunks):
         functions["emit"] = _emit_batch
     for chunk in chunks:
@@ -31,13 +31,22 @@ def pipeline_functions(chunks: Sequence[Chunk]) -> Mapping[str, ChunkFunction]:
     return functions
 
 
+@accesses(reads=("weight",), writes=("request",))
+def _build_request(step: Any, slots: Slots) -> None:
+    """The announcement of all micro-batches of a step."""
+    weights: Sequence[float] = slots["weight"]
+    # The ranks of a pipeline have the same samples: the last one announces their weight.
+    weight = sum(weights) if step.pipeline.is_last else 0.0
+    slots["request"] = step.announcer.request(None, weight, step.accumulation.poll_stop(), len(weights))
+
+
 @accesses(reads=("lengths",), writes=("step_weight",))
 def _weigh(step: Any, slots: Slots) -> None:
     """Wait until all ranks have announced the micro-batches of a step."""
-    announcements = slots["lengths"]
-    step.agree_to_stop(max(announcements, key=lambda announced: announced.stop_signal))
-    weight = slots["step_weight"] = sum(announced.total_weight for announced in announcements)
-    if not weight and step.training:
+    announced = slots["lengths"]
+    step.agree_to_stop(announced)
+    slots["step_weight"] = announced.total_weight
+    if not announced.total_weight and step.training:
         raise UserError("sample weights: all of a step are 0, so it has no loss; drop such samples")
 
 
@@ -128,10 +137,9 @@ def _backward(chunk: Chunk) -> ChunkFunction:
 def _last_backward(chunk: Chunk) -> ChunkFunction:
     """Backward from the loss, multiplied by the micro-batch's share of the step's weight."""
 
-    @accesses(reads=(_source(chunk), "lengths", "step_weight", "loss"), writes=_gradient_slots(chunk))
+    @accesses(reads=(_source(chunk), "weight", "step_weight", "loss"), writes=_gradient_slots(chunk))
     def backward(step: Any, slots: Slots) -> None:
-        announced = slots["lengths"]
-        share = announced.share * announced.total_weight / slots["step_weight"]
+        share = slots["weight"] / slots["step_weight"]
         _run_backward(step, slots, chunk, (slots["loss"] * share).backward)
 
     return backward

@@ -151,7 +151,9 @@ def rank_schedule(plan: Plan, rank: int, micro_batches: int, *, overlap: bool = 
     tokens = [token for token in tokens if trains or token.pass_ == FORWARD]
     last_pass = {token.micro: position for position, token in enumerate(tokens)}
     first = [stage for stage in plan.stages if stage.name in FIRST_STAGES]
-    first_calls = [(stage.name, micro) for stage in first for micro in range(micro_batches)]
+    first_calls = [
+        (stage.name, micro) for stage in first for micro in range(1 if stage.per == "step" else micro_batches)
+    ]
     is_ahead = trains and overlap and all(stage.lead for stage in first)
     first_position = _first_wait(tokens, is_last=index == num_ranks - 1) if is_ahead else -1
     calls = [("weigh", 0)] if is_ahead else [*first_calls, ("weigh", 0)]
@@ -202,7 +204,7 @@ def _backward_stages(chunk: Chunk) -> Iterator[Stage]:
     suffix = chunk.suffix
     inputs = () if chunk.is_first else (f"input{suffix}",)
     gradients = () if chunk.is_first else (f"input.gradient{suffix}",)
-    outputs = ("lengths", "step_weight", "loss")
+    outputs = ("weight", "step_weight", "loss")
     if not chunk.is_last:
         outputs = (f"edges{suffix}", f"output.gradient{suffix}")
         yield Stage(f"receive.{BACKWARD}{suffix}", PIPE_BACKWARD, ("batch",), outputs[1:])

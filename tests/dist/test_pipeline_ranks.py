@@ -169,6 +169,23 @@ def test_a_pipeline_of_the_planner_trains_as_one_process(ranks, num_ranks):
     check(ranks, replace(planned, dense=dense, wire=single.wire), bounds)
 
 
+def errors_at_different_ends(plan: Plan) -> str:
+    with ExitStack() as stack:
+        job = make_job(stack, plan, LLAMA, accumulate=2)
+        try:
+            for _ in job.run(tokens(step) for step in range(4 if job.mesh.rank else 3)):
+                pass
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_whose_data_ends_inside_a_step_of_others_fail(ranks):
+    plan = pipeline_plan(Pipeline((2, 2), 2), 2, 1, Dense(), LLAMA)
+    errors = ranks.run(2, errors_at_different_ends, plan)
+    assert len(set(errors)) == 1 and errors[0].startswith("micro-batches of a step by rank: [2, 4]; give every rank")
+
+
 def calls_on_main(timeline: Timeline, rank: int) -> list[tuple[str, int, int]]:
     """The stages that the rank's thread ran in steps 1 and 2, in order."""
     events = [event for event in timeline.events if event.rank == rank and event.lane == "main"]

@@ -24,14 +24,16 @@ from shardwright.measure.model_flops import count_products
 from shardwright.models.gpt import GPT
 from shardwright.report.run_page import render
 from shardwright.report.run_record import read_record
+from shardwright.runtime import planning
 from shardwright.runtime.accumulation import loss_weight
 from shardwright.runtime.build import build
 from shardwright.runtime.dense_layout import mesh_for
 from shardwright.runtime.materialize import materialize
 from shardwright.runtime.outputs import Output, Scores
 from shardwright.runtime.planning import plan_for, plan_single_process
-from shardwright.runtime.run import recipe
+from shardwright.runtime.run import recipe, setup
 from shardwright.runtime.run import train as training
+from shardwright.runtime.run.machine import Threads
 from shardwright.runtime.run.metrics import WindowMetrics
 from shardwright.runtime.run.token_meter import TokenMeter, describe_model_flops
 from shardwright.spec import files, presets
@@ -93,6 +95,21 @@ def test_a_run_logs_perplexity_speed_and_mfu_and_shows_text():
     events = b"".join(path.read_bytes() for path in (run / "tensorboard").iterdir())
     for tag in (b"train/perplexity", b"train/tokens_per_second", b"train/mfu", b"eval/bound_loss"):
         assert tag in events
+
+
+def test_a_plan_is_made_with_the_threads_of_the_run(monkeypatch):
+    """Measurements of a plan by two ranks with all cores each were 40 times too slow."""
+    threads: list[int] = []
+
+    def plan_run(*arguments):
+        threads.append(torch.get_num_threads())
+        return planning.plan_run(*arguments)
+
+    monkeypatch.setattr(training, "plan_run", plan_run)
+    monkeypatch.setattr(setup, "choose_threads", lambda *_: Threads(3, 3.0, "threads: 3", is_set=False))
+    before = torch.get_num_threads()
+    train("mine", "train.steps=1")
+    assert threads == [3] and torch.get_num_threads() == before != 3
 
 
 def test_the_first_steps_equal_a_plain_loop():

@@ -60,9 +60,13 @@ def pipeline_stages() -> tuple[Stage, ...]:
     position = [stage.name for stage in stages].index("forward")
     weight = ("step_weight",)
     stages[position] = replace(stages[position], reads=("batch", *weight, "state.dense"))
-    stages[position + 1] = replace(stages[position + 1], reads=("lengths", *weight, "loss"))
+    stages[position + 1] = replace(stages[position + 1], reads=("weight", *weight, "loss"))
     stages.insert(position, Stage("weigh", MAIN, ("lengths",), weight, per="step"))
-    return tuple(stages)
+    announced = {"request": ("weight",), "lengths": ("request",)}  # of all micro-batches of a step at once
+    return tuple(
+        replace(stage, reads=announced[stage.name], per="step") if stage.name in announced else stage
+        for stage in stages
+    )
 
 
 def step_stages(

@@ -76,12 +76,12 @@ def train(settings: Settings, watcher: Watcher | None = None) -> RunResult:
     settings = recipe.epochs_to_steps(settings, source)
     model = recipe.make_model(settings, source)
     optimizer = recipe.make_dense_optimizer(settings)
-    workload, plan, predicted = plan_run(settings, source, model)
     overlap = settings.train.overlap and not settings.train.progressive  # progressive: a batch is scored when read
-    memory_check.check_fits(workload, plan, model, current_rank(), settings.train)
     with ExitStack() as stack:
+        threads = set_threads(settings, stack)  # before the plan: it measures the model
+        workload, plan, predicted = plan_run(settings, source, model)
+        memory_check.check_fits(workload, plan, model, current_rank(), settings.train)
         stack.enter_context(memory_check.explain_out_of_memory(workload))
-        threads = set_threads(settings, stack)
         mesh = stack.enter_context(closing(mesh_for(plan, COLLECTIVE_TIMEOUT_SECONDS)))
         flops = describe_model_flops(settings, source, model, plan, mesh)
         job = build(
