@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 # The header of a lookup request, from every rank to every rank: number of samples (or of micro-batches, for a model
-# without tables), words of the message, weight of the samples, `max_replica_values`, number of ids with weights and without,
-# stop signal of the sending rank (0: none).
+# without tables), words of the message, weight of the samples, `max_replica_values`, number of ids with weights and
+# without, stop signal of the sending rank (0: none).
 REQUEST_HEADER_NUMBERS = 7
 REQUEST_HEADER_BYTES = 8 * REQUEST_HEADER_NUMBERS
 ID_BYTES = 4  # of an id in a request
