@@ -11,23 +11,25 @@ struct Level {
   const char* name;
   const RowKernels* rows;
   const PairKernels* pairs;
+  const ProductKernels* products;
   const AdamKernels* adam;
   bool (*here)();
 };
 
 const Level kLevels[] = {
 #ifdef SHARDWRIGHT_X86_LEVELS
-    {"avx512", &kRowKernels_avx512, &kPairKernels_avx512, &kAdamKernels_avx512,
+    {"avx512", &kRowKernels_avx512, &kPairKernels_avx512, &kProductKernels_avx512, &kAdamKernels_avx512,
      [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
      }},
-    {"avx2", &kRowKernels_avx2, &kPairKernels_avx2, &kAdamKernels_avx2,
+    {"avx2", &kRowKernels_avx2, &kPairKernels_avx2, &kProductKernels_avx2, &kAdamKernels_avx2,
      [] {
        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
      }},
 #endif
-    {"baseline", &kRowKernels_baseline, &kPairKernels_baseline, &kAdamKernels_baseline, [] { return true; }},
+    {"baseline", &kRowKernels_baseline, &kPairKernels_baseline, &kProductKernels_baseline, &kAdamKernels_baseline,
+     [] { return true; }},
 };
 
 const Level* best() {
@@ -48,6 +50,7 @@ const Level* level() {
 
 const RowKernels& row_kernels() { return *level()->rows; }
 const PairKernels& pair_kernels() { return *level()->pairs; }
+const ProductKernels& product_kernels() { return *level()->products; }
 const AdamKernels& adam_kernels() { return *level()->adam; }
 
 SHARDWRIGHT_API const char* shardwright_level() { return level()->name; }

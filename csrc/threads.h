@@ -10,6 +10,7 @@
 #include "adam.h"
 #include "embedding.h"
 #include "pairs.h"
+#include "products.h"
 
 #define SHARDWRIGHT_API extern "C" __attribute__((visibility("default")))
 
@@ -20,6 +21,7 @@ inline int threads_for(int64_t ids) { return ids < kParallelFrom ? 1 : omp_get_m
 // Kernels of the best instruction set of this machine, or of the level selected with set_level.
 const RowKernels& row_kernels();
 const PairKernels& pair_kernels();
+const ProductKernels& product_kernels();
 const AdamKernels& adam_kernels();
 
 struct Free {

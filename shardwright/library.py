@@ -43,6 +43,8 @@ SIGNATURES = MappingProxyType(
         "move_pieces": (None, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, *[c_void_p] * 3),
         "pair_dots": (None, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p),
         "pair_gradients": (None, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p),
+        "rows_times_matrices": (None, *[c_void_p] * 3, *[c_int64] * 5, c_void_p),
+        "rows_times_rows": (None, *[c_void_p] * 3, *[c_int64] * 5, c_void_p),
         "update": (c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p),
         "adam": (None, c_void_p, c_void_p, c_int64),
         "sum_of_squares": (c_double, c_void_p, c_int64),

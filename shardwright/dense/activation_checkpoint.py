@@ -13,10 +13,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from shardwright.kernels import grouped_products as grouped_products  # registers an operator of SAVED_PRODUCT_OPS
 from shardwright.spec.plan import SAVED_PRODUCT_OPS, Recompute, RecomputePolicy
 
 # _slow_conv2d_forward is the convolution that layers/mixing.py runs on a CPU.
-SAVED_OPS = frozenset(getattr(torch.ops.aten, name) for name in (*SAVED_PRODUCT_OPS, "_slow_conv2d_forward"))
+SAVED_OPS = frozenset(
+    getattr(namespace, name)
+    for namespace in (torch.ops.aten, torch.ops.shardwright)
+    for name in (*SAVED_PRODUCT_OPS, "_slow_conv2d_forward")
+    if hasattr(namespace, name)
+)
 
 
 class CheckpointedBlock(nn.Module):

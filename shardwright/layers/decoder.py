@@ -1,4 +1,4 @@
-"""The block of decoder-only transformers: grouped-query attention and an MLP, in the forms that people train.
+"""The block of decoder-only transformers: grouped-query attention, and an MLP or experts, in usual forms.
 
 Shape legend: B samples, T positions, C channels, H heads, G heads of keys and values, K channels of a head.
 """
@@ -12,8 +12,28 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwright.errors import UserError
+from shardwright.layers.gates import TopKGate
+from shardwright.layers.moe import EXPERTS, MoE
 
 NORMS = MappingProxyType({"layer": nn.LayerNorm, "rms": nn.RMSNorm})
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertForm:
+    """The experts of each block; those of `TopKGate` (layers/gates.py) are its arguments.
+
+    `hidden`: channels inside an expert. `shared`: channels inside an expert that every token has; 0: there is none.
+    """
+
+    num_experts: int
+    num_chosen: int
+    hidden: int
+    shared: int = 0
+    over_chosen: bool = True
+    capacity: float = 0.0
+    balance: float = 0.0
+    z: float = 0.0
+    groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +42,7 @@ class DecoderForm:
 
     `rotary_base` of 0: positions are learned embeddings. `biases`: which linear layers have a bias. `qk_norm`: queries
     and keys of each head are normalized. `tied`: the head has the token embedding's weight. `head_width`: channels of
-    an attention head; 0: the model's channels divided by the heads.
+    an attention head; 0: the model's channels divided by the heads. `experts`: in place of the MLP.
     """
 
     norm: Literal["layer", "rms"] = "rms"
@@ -33,6 +53,7 @@ class DecoderForm:
     qk_norm: bool = False
     tied: bool = False
     head_width: int = 0
+    experts: ExpertForm | None = None
 
 
 GPT2 = DecoderForm("layer", 1e-5, "gelu", 0.0, "all", tied=True)
@@ -124,8 +145,27 @@ class SwiGlu(nn.Module):
 MLPS = MappingProxyType({"gelu": Gelu, "swiglu": SwiGlu})
 
 
+def make_experts(channels: int, form: DecoderForm, experts: ExpertForm) -> MoE:
+    gate = TopKGate(
+        channels,
+        experts.num_experts,
+        experts.num_chosen,
+        over_chosen=experts.over_chosen,
+        capacity=experts.capacity,
+        balance=experts.balance,
+        z=experts.z,
+        groups=experts.groups,
+    )
+    bias = form.biases == "all"
+    shared = MLPS[form.mlp](channels, experts.shared, bias=bias) if experts.shared else None
+    return MoE(gate, EXPERTS[form.mlp](experts.num_experts, channels, experts.hidden, bias=bias), shared)
+
+
 class DecoderBlock(nn.Module):
-    """Attention and an MLP with `hidden` channels, each after a norm and with a residual."""
+    """Attention and an MLP with `hidden` channels, each after a norm and with a residual.
+
+    With experts in place of the MLP, the output is a pair: x, and the sum of the penalties of this and earlier blocks.
+    """
 
     def __init__(
         self, channels: int, num_heads: int, num_kv_heads: int = 0, hidden: int = 0, form: DecoderForm = LLAMA
@@ -135,8 +175,17 @@ class DecoderBlock(nn.Module):
         self.norm1 = norm(channels, eps=form.norm_eps)
         self.attention = DecoderAttention(channels, num_heads, num_kv_heads, form)
         self.norm2 = norm(channels, eps=form.norm_eps)
-        self.mlp = MLPS[form.mlp](channels, hidden or 4 * channels, bias=form.biases == "all")
+        self.mlp = (
+            MLPS[form.mlp](channels, hidden or 4 * channels, bias=form.biases == "all")
+            if form.experts is None
+            else make_experts(channels, form, form.experts)
+        )
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
+    def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+        x_BTC, earlier_B = x if isinstance(x, tuple) else (x, None)
         x_BTC = x_BTC + self.attention(self.norm1(x_BTC))
-        return x_BTC + self.mlp(self.norm2(x_BTC))
+        out = self.mlp(self.norm2(x_BTC))
+        if not isinstance(out, tuple):
+            return x_BTC + out
+        out_BTC, penalty_B = out
+        return x_BTC + out_BTC, penalty_B if earlier_B is None else earlier_B + penalty_B

@@ -58,19 +58,30 @@ class BinaryLoss(nn.Module):
 class NextTokenLoss(nn.Module):
     """Mean cross entropy of (B, T, V) logits against the label "next" of (B, T) token ids.
 
-    The mean is over tokens, each with the weight of its sample; tokens whose label is IGNORED do not count.
+    The mean is over tokens, each with the weight of its sample; tokens whose label is IGNORED do not count. With a pair
+    of logits and penalties of samples, such as those of gates, training adds the mean penalty, with the same weights.
     """
 
     def weight(self, batch: Batch) -> Tensor:
         """The total weight of the tokens that count."""
         return self._token_weights(batch).sum()
 
-    def forward(self, logits: Tensor, batch: Batch) -> Tensor:
+    def forward(self, logits: Tensor | tuple[Tensor, Tensor], batch: Batch) -> Tensor:
+        logits, penalty_B = logits if isinstance(logits, tuple) else (logits, None)
         logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
         labels, weights = batch.labels["next"].flatten(), self._token_weights(batch).flatten().to(logits.dtype)
         losses = functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORED, reduction="none")
         total = weights.sum()
-        return (losses * weights).sum() / torch.where(total > 0, total, 1.0)
+        loss = (losses * weights).sum() / torch.where(total > 0, total, 1.0)
+        if penalty_B is None or not self.training:
+            return loss
+        return loss + self.mean_penalty(penalty_B, batch).to(loss.dtype)
+
+    def mean_penalty(self, penalty_B: Tensor, batch: Batch) -> Tensor:
+        """The mean of the samples' penalties, each with the weight of its tokens that count."""
+        weights_B = self._token_weights(batch).sum(1).to(penalty_B.dtype)
+        total = weights_B.sum()
+        return (penalty_B * weights_B).sum() / torch.where(total > 0, total, 1.0)
 
     def _token_weights(self, batch: Batch) -> Tensor:
         labels_BT = batch.labels["next"]

@@ -1,16 +1,20 @@
-"""Mixture of experts with all experts on this device.
+"""Mixture of experts.
 
-Shape legend: T tokens, C input channels, H output channels, K experts per token, R = T * K rows, ordered by expert.
+Shape legend: B samples, N tokens of all samples, C channels, H output channels, E experts, K experts per token, R rows:
+one for each token and expert that it is sent to, ordered by expert.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwright.layers.gates import TopKGate
+from shardwright.kernels.grouped_products import grouped_linear
+from shardwright.layers.gates import Routing, TopKGate
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,52 +26,118 @@ class MoESpec:
 
 
 class LinearExperts(nn.Module):
-    """One linear layer per expert: (R, C) -> (R, H); rows ordered by expert, `sizes` rows of each."""
+    """One linear layer per expert: (R, C) -> (R, H); rows ordered by expert, `sizes_E` rows of each, on the CPU."""
 
-    def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
+    def __init__(self, num_experts: int, in_features: int, out_features: int, *, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(num_experts, out_features))
+        self.bias = nn.Parameter(torch.empty(num_experts, out_features)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialize like nn.Linear."""
         bound = self.weight.shape[2] ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
-        nn.init.uniform_(self.bias, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, rows_RC: Tensor, sizes: Sequence[int]) -> Tensor:
-        by_expert = zip(rows_RC.split(list(sizes)), self.weight, self.bias, strict=True)
-        return torch.cat([functional.linear(rows, weight, bias) for rows, weight, bias in by_expert])
+    def forward(self, rows_RC: Tensor, sizes_E: Tensor) -> Tensor:
+        out_RH = grouped_linear(rows_RC, self.weight, sizes_E)
+        if self.bias is None:
+            return out_RH
+        sizes_E = sizes_E.to(out_RH.device)
+        return out_RH + self.bias.repeat_interleave(sizes_E, dim=0, output_size=len(rows_RC)).to(out_RH.dtype)
+
+
+class GeluExperts(nn.Module):
+    """One MLP with one hidden layer per expert."""
+
+    def __init__(self, num_experts: int, channels: int, hidden: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.up = LinearExperts(num_experts, channels, hidden, bias=bias)
+        self.down = LinearExperts(num_experts, hidden, channels, bias=bias)
+
+    def forward(self, rows_RC: Tensor, sizes_E: Tensor) -> Tensor:
+        return self.down(functional.gelu(self.up(rows_RC, sizes_E)), sizes_E)
+
+
+class SwiGluExperts(nn.Module):
+    """One MLP per expert whose hidden layer is multiplied by a gate."""
+
+    def __init__(self, num_experts: int, channels: int, hidden: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate = LinearExperts(num_experts, channels, hidden, bias=bias)
+        self.up = LinearExperts(num_experts, channels, hidden, bias=bias)
+        self.down = LinearExperts(num_experts, hidden, channels, bias=bias)
+
+    def forward(self, rows_RC: Tensor, sizes_E: Tensor) -> Tensor:
+        return self.down(functional.silu(self.gate(rows_RC, sizes_E)) * self.up(rows_RC, sizes_E), sizes_E)
+
+
+EXPERTS = MappingProxyType({"gelu": GeluExperts, "swiglu": SwiGluExperts})  # by the MLP of a decoder
+
+
+class ExpertExchange(Protocol):
+    """Where the experts of a mixture run."""
+
+    def forward(self, experts: nn.Module, tokens_NC: Tensor, routing: Routing, num_experts: int) -> Tensor:
+        """Each token's weighted sum of its experts' outputs: (N, H). `experts`: those of this rank."""
+        ...
+
+
+class LocalExperts:
+    """All experts are on this device."""
+
+    def forward(self, experts: nn.Module, tokens_NC: Tensor, routing: Routing, num_experts: int) -> Tensor:
+        num_chosen = routing.experts_NK.shape[1]
+        chosen = routing.experts_NK.flatten()
+        order_R, sizes_E = _order_by_expert(chosen, num_experts)
+        out_RH = experts(tokens_NC.index_select(0, order_R.div(num_chosen, rounding_mode="floor")), sizes_E)
+        if not len(out_RH):
+            return out_RH.sum(0).expand(len(tokens_NC), -1)  # zeros that belong to the graph
+        positions = torch.zeros_like(chosen)  # a dropped choice has weight 0 and takes any row
+        positions = positions.index_copy(0, order_R, torch.arange(len(order_R), device=chosen.device))
+        out_NKH = out_RH.index_select(0, positions).unflatten(0, tuple(routing.experts_NK.shape))
+        return (out_NKH * routing.weights_NK.unsqueeze(2)).sum(1).to(out_RH.dtype)
+
+
+def _order_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The choices that were not dropped, ordered by expert, and their numbers by expert.
+
+    On the meta device, where they are unknown, as even as possible.
+    """
+    if chosen.is_meta:
+        num = len(chosen)
+        sizes = [num // num_experts + (expert < num % num_experts) for expert in range(num_experts)]
+        return torch.empty_like(chosen), torch.tensor(sizes, device="cpu")
+    sizes_E = torch.bincount(chosen[chosen >= 0], minlength=num_experts).cpu()
+    order = chosen.argsort(stable=True)  # dropped choices come first
+    return order[len(chosen) - int(sizes_E.sum()) :], sizes_E
 
 
 class MoE(nn.Module):
-    """Each token's weighted sum of the outputs of its experts, which the gate chooses: (T, C) -> (T, H).
+    """Each token's weighted sum of the outputs of its experts, which the gate chooses, plus the shared expert's.
 
-    `experts(rows, sizes)` returns one output row per row; `sizes` are the numbers of rows by expert.
+    (B, ..., C) -> (B, ..., H), and a penalty for each sample: the gate's auxiliary losses. `experts(rows, sizes)`
+    returns one output row per row; `sizes` are the numbers of rows by expert. `exchange` runs them, by default on this
+    device.
     """
 
-    def __init__(self, gate: TopKGate, experts: nn.Module) -> None:
+    exchange: ExpertExchange
+
+    def __init__(self, gate: TopKGate, experts: nn.Module, shared: nn.Module | None = None) -> None:
         super().__init__()
         self.gate = gate
         self.experts = experts
+        self.shared = shared
+        self.exchange = LocalExperts()
 
-    def forward(self, x_TC: Tensor) -> Tensor:
-        chosen_TK, weights_TK = self.gate(x_TC)
-        order_R = chosen_TK.flatten().argsort(stable=True)
-        rows_RC = x_TC.index_select(0, order_R.div(chosen_TK.shape[1], rounding_mode="floor"))
-        out_RH = self.experts(rows_RC, self._rows_per_expert(chosen_TK))
-        position_R = torch.empty_like(order_R).index_copy(0, order_R, torch.arange(len(order_R), device=x_TC.device))
-        out_TKH = out_RH.index_select(0, position_R).unflatten(0, tuple(chosen_TK.shape))
-        return (out_TKH * weights_TK.unsqueeze(2)).sum(1)
-
-    def _rows_per_expert(self, chosen_TK: Tensor) -> list[int]:
-        """Rows of each expert; on the meta device, where they are unknown, as even as possible."""
-        num = self.gate.scores.out_features
-        if chosen_TK.device.type == "meta":
-            rows = chosen_TK.numel()
-            return [rows // num + (i < rows % num) for i in range(num)]
-        return torch.bincount(chosen_TK.flatten(), minlength=num).tolist()
+    def forward(self, x_BC: Tensor) -> tuple[Tensor, Tensor]:
+        routing = self.gate(x_BC)
+        out_NH = self.exchange.forward(self.experts, x_BC.flatten(0, -2), routing, self.gate.scores.out_features)
+        if self.shared is not None:
+            out_NH = out_NH + self.shared(x_BC.flatten(0, -2))
+        return out_NH.unflatten(0, x_BC.shape[:-1]), routing.penalty_B
 
 
 class MoEMLP(nn.Module):
@@ -82,7 +152,7 @@ class MoEMLP(nn.Module):
         )
         self.last = nn.Linear(sizes[-1], out_features)
 
-    def forward(self, x_TC: Tensor) -> Tensor:
+    def forward(self, x_BC: Tensor) -> Tensor:
         for layer in self.layers:
-            x_TC = functional.relu(layer(x_TC))
-        return self.last(x_TC)
+            x_BC = functional.relu(layer(x_BC)[0])
+        return self.last(x_BC)

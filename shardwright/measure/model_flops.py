@@ -5,6 +5,7 @@ from torch import nn
 
 from shardwright.comm.mesh import Group
 from shardwright.layers.decoder import DecoderAttention
+from shardwright.layers.moe import LinearExperts, MoE
 from shardwright.measure.device import matmul_call
 from shardwright.measure.timing import Clock
 from shardwright.spec.cluster import Cluster, Sample
@@ -16,8 +17,14 @@ WINDOW_SECONDS = 0.12
 
 
 def count_products(model: nn.Module) -> tuple[int, int]:
-    """Weights of all linear layers, and heads times channels of a head summed over all attention layers."""
+    """Weights of all linear layers, and heads times channels of a head summed over all attention layers.
+
+    Of experts, those that a token has.
+    """
     weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    for mixture in (module for module in model.modules() if isinstance(module, MoE)):
+        of_all = sum(module.weight.numel() for module in mixture.modules() if isinstance(module, LinearExperts))
+        weights += of_all * mixture.gate.num_chosen // mixture.gate.scores.out_features
     widths = (module.query.out_features for module in model.modules() if isinstance(module, DecoderAttention))
     return weights, sum(widths)
 

@@ -25,6 +25,9 @@ from shardwright.spec.plan import SAVED_PRODUCT_OPS
 from shardwright.spec.workload import Product
 
 MATMUL_OPS = MappingProxyType({"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1})  # by name: position of the left factor
+GROUPED_OPS = frozenset(  # of experts, whose numbers of rows are taken to be even
+    ("grouped_linear", "grouped_linear_input_gradient", "grouped_linear_weight_gradient")
+)
 REWRITE_ADVICE = (  # for operations whose result depends on values: (pattern of torch's message, advice)
     (r"nonzero", "the size of x[mask] depends on values: write torch.where(mask, x, 0) or x * mask"),
     (r"repeat_interleave", "write repeat_interleave(..., output_size=...), or index with precomputed positions"),
@@ -127,6 +130,8 @@ class OpCounterMode(TorchDispatchMode):
             left, right = args[MATMUL_OPS[name] : MATMUL_OPS[name] + 2]
             num = left.shape[0] if left.dim() == 3 else 1
             self._shapes[*left.shape[-2:], right.shape[-1], num] += 1
+        elif name in GROUPED_OPS:
+            self._shapes[_grouped_shape(name, *args)] += 1
         elif func.overloadpacket not in flop_registry and name not in ALLOCATION_OPS and not _is_view(func):
             self.bytes_ += sum(tensor.numel() * tensor.element_size() for tensor in tensors_of((args, kwargs, result)))
         return result
@@ -139,6 +144,15 @@ class OpCounterMode(TorchDispatchMode):
             grows = max(sizes, key=lambda name: (sizes[name] % max(batch_size, 1) == 0, sizes[name]))
             products.append(Product(m, k, n, num * count, grows))  # pyright: ignore[reportArgumentType]
         return tuple(products)
+
+
+def _grouped_shape(name: str, rows: Tensor, other: Tensor, sizes: Tensor) -> tuple[int, int, int, int]:
+    """Rows, inner dimension and columns of each group's product, and the number of groups."""
+    num, width = len(sizes), rows.shape[1]
+    rows_of_group = -(-len(rows) // num)
+    if name == "grouped_linear_weight_gradient":
+        return width, rows_of_group, other.shape[1], num
+    return rows_of_group, width, other.shape[1 if name == "grouped_linear" else 2], num
 
 
 def _is_view(func: Any) -> bool:

@@ -5,16 +5,19 @@ A batch holds the tokens as the feature "tokens", with the same length in every 
 Shape legend: B samples, T positions, C channels.
 """
 
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, replace
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.errors import UserError, did_you_mean
 from shardwright.jagged import Batch
-from shardwright.layers.decoder import GPT2, LLAMA, NORMS, QWEN2, QWEN3, DecoderBlock, DecoderForm
+from shardwright.layers.decoder import GPT2, LLAMA, NORMS, QWEN2, QWEN3, DecoderBlock, DecoderForm, ExpertForm
 from shardwright.layers.loss import NextTokenLoss
+from shardwright.layers.moe import LinearExperts
 
 INITIAL_STD = 0.02
 FORMS = MappingProxyType({"gpt2": GPT2, "llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3})
@@ -42,24 +45,71 @@ def gpt(
     context: int = 0,
 ) -> "GPT":
     """GPT for the ids of a source; `context`: the longest sequence, 0: that of the source."""
-    if not hasattr(source, "vocabulary"):
-        raise UserError("model.kind=gpt trains on tokens, and this data has none; set data.kind=tokens")
-    if form not in FORMS:
-        raise UserError(f'model.form="{form}"{did_you_mean(form, FORMS)}')
-    if 0 < context < source.length:
-        raise UserError(
-            f"data.length={source.length}: the model's context is {context}; lower data.length or raise model.context"
-        )
     return GPT(
-        vocabulary=source.vocabulary,
-        context=context or source.length,
+        vocabulary=_vocabulary(source, "gpt"),
+        context=_context(source, context),
         channels=channels,
         num_blocks=num_blocks,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         hidden=hidden,
-        form=FORMS[form],
+        form=_form(form),
     )
+
+
+def moe_gpt(
+    source: TokenSource,
+    *,
+    channels: int,
+    num_blocks: int,
+    num_heads: int,
+    experts: Mapping[str, Any],
+    num_kv_heads: int = 0,
+    form: str = "llama",
+    context: int = 0,
+) -> "GPT":
+    """GPT with experts in place of the MLPs; `experts` has the arguments of `ExpertForm`."""
+    return GPT(
+        vocabulary=_vocabulary(source, "moe_gpt"),
+        context=_context(source, context),
+        channels=channels,
+        num_blocks=num_blocks,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        form=replace(_form(form), experts=expert_form(experts)),
+    )
+
+
+def expert_form(settings: Mapping[str, Any]) -> ExpertForm:
+    """The form that the section model.experts of a recipe describes."""
+    known = {field.name: field for field in fields(ExpertForm)}
+    for name in settings:
+        if name not in known:
+            raise UserError(f"model.experts.{name} is unknown{did_you_mean(name, known)}")
+    for name, field in known.items():
+        if field.default is MISSING and name not in settings:
+            raise UserError(f"model.experts.{name} is missing")
+    return ExpertForm(**settings)
+
+
+def _vocabulary(source: TokenSource, kind: str) -> int:
+    if not hasattr(source, "vocabulary"):
+        raise UserError(f"model.kind={kind} trains on tokens, and this data has none; set data.kind=tokens")
+    return source.vocabulary
+
+
+def _context(source: TokenSource, context: int) -> int:
+    if 0 < context < source.length:
+        raise UserError(
+            f"data.length={source.length}: the model's context is {context}; lower data.length or raise model.context"
+        )
+    return context or source.length
+
+
+def _form(name: str) -> DecoderForm:
+    if name not in FORMS:
+        raise UserError(f'model.form="{name}"{did_you_mean(name, FORMS)}')
+    return FORMS[name]
 
 
 class GPT(nn.Module):
@@ -95,16 +145,17 @@ class GPT(nn.Module):
 
     def reset_parameters(self) -> None:
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
+            if isinstance(module, nn.Linear | nn.Embedding | LinearExperts):
                 nn.init.normal_(module.weight, std=INITIAL_STD)
-            if isinstance(module, nn.Linear) and module.bias is not None:
+            if isinstance(module, nn.Linear | LinearExperts) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def forward(self, batch: Batch) -> Tensor:
-        x_BTC = self.embed(batch)
+    def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
+        """The logits; with experts also the penalties of samples."""
+        x = self.embed(batch)
         for block in self.blocks:
-            x_BTC = block(x_BTC)
-        return self.head(x_BTC)
+            x = block(x)
+        return self.head(x)
 
 
 class TokenEmbedding(nn.Module):
@@ -136,5 +187,8 @@ class Head(nn.Module):
         self.norm = NORMS[form.norm](channels, eps=form.norm_eps)
         self.linear = nn.Linear(channels, vocabulary, bias=False)
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.linear(self.norm(x_BTC))
+    def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+        """The logits of x, or of the first of a pair; then the second is handed on."""
+        if isinstance(x, tuple):
+            return self.linear(self.norm(x[0])), x[1]
+        return self.linear(self.norm(x))

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwright.errors import UserError, did_you_mean
-from shardwright.layers.decoder import LLAMA, QWEN2, QWEN3, DecoderBlock, DecoderForm
+from shardwright.layers.decoder import LLAMA, QWEN2, QWEN3, DecoderBlock, DecoderForm, SwiGlu
 from shardwright.models.gpt import GPT
 
 DEFAULT_ROTARY_BASE = 10_000.0  # of a config without one
@@ -169,7 +169,7 @@ def to_config(model: GPT) -> dict[str, Any]:
         "vocab_size": model.embed.token.num_embeddings,
         "max_position_embeddings": model.embed.context,
         "hidden_size": channels,
-        "intermediate_size": block.mlp.up.out_features,
+        "intermediate_size": cast("SwiGlu", block.mlp).up.out_features,
         "num_hidden_layers": len(model.blocks),
         "num_attention_heads": attention.query.out_features // attention.width,
         "num_key_value_heads": attention.key.out_features // attention.width,
@@ -185,7 +185,7 @@ def to_config(model: GPT) -> dict[str, Any]:
 
 def _family(form: DecoderForm) -> tuple[Any, ...]:
     """What tells the families apart; other fields are numbers of config.json."""
-    return form.norm, form.mlp, bool(form.rotary_base), form.biases, form.qk_norm
+    return form.norm, form.mlp, bool(form.rotary_base), form.biases, form.qk_norm, form.experts
 
 
 def _named_weights(model: GPT) -> Iterator[tuple[str, Tensor]]:

@@ -6,6 +6,8 @@ from types import MappingProxyType
 from torch import nn
 
 from shardwright.models.ctr import CTR_MODELS
-from shardwright.models.gpt import gpt
+from shardwright.models.gpt import gpt, moe_gpt
 
-MODELS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType({**CTR_MODELS, "gpt": gpt})
+MODELS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
+    {**CTR_MODELS, "gpt": gpt, "moe_gpt": moe_gpt}
+)

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from clicks import FEATURES, batch, tables
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from shardwright.errors import UserError
@@ -19,9 +17,8 @@ from shardwright.jagged import Batch
 from shardwright.layers import mixing
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.ensemble import ENSEMBLES, EnsembleLayer, EnsembleSpec
-from shardwright.layers.gates import TopKGate
 from shardwright.layers.mixing import INTERACTIONS, build_interaction
-from shardwright.layers.moe import LinearExperts, MoE, MoEMLP, MoESpec
+from shardwright.layers.moe import MoEMLP, MoESpec
 from shardwright.measure.describe import describe
 from shardwright.models.ctr import ensemble_specs
 from shardwright.models.dhen import DHEN
@@ -322,56 +319,11 @@ def test_a_users_own_module_works_like_the_built_in_ones(monkeypatch):
         ),
         (lambda: dhen(ensemble_specs([lambda *shape: nn.Linear(5, 5)])), 'layer 1 of 1: module "<lambda>" fails on'),
         (lambda: dhen(ensemble_specs([lambda *shape: None])), "its builder returned a NoneType; wanted a torch module"),
-        (lambda: TopKGate(4, 3, 4), "a gate that chooses 4 of 3 experts; wanted 1 to 3"),
     ],
 )
 def test_invalid_specs_are_refused(make, message):
     with pytest.raises(UserError, match=message):
         make()
-
-
-def test_gate_chooses_the_highest_scores_and_the_first_of_equal_scores():
-    gate = TopKGate(3, 4, 2)
-    with torch.no_grad():
-        gate.scores.weight.copy_(torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 1, 0], [1, 0, 0]]))
-    experts, weights = gate(torch.tensor([[1.0, 0, 0], [0, 2, 0], [1, 1, 0], [2, 1, 5]]))
-    assert experts.tolist() == [[0, 3], [1, 2], [0, 1], [0, 3]]
-    torch.testing.assert_close(weights, torch.full((4, 2), 0.5))
-    gate.scores.weight.data[3, 0] = 3
-    experts, weights = gate(torch.tensor([[1.0, 0, 0]]))
-    assert experts.tolist() == [[3, 0]]
-    torch.testing.assert_close(
-        weights, torch.tensor([[3.0, 1.0]]).exp() / (torch.tensor(3.0).exp() + torch.tensor(1.0).exp())
-    )
-
-
-@settings(max_examples=40)
-@given(tokens=st.integers(0, 9), experts=st.integers(1, 5), data=st.data())
-def test_a_mixture_of_experts_equals_a_loop_over_samples(tokens, experts, data):
-    top_k = data.draw(st.integers(1, experts))
-    torch.manual_seed(tokens * 25 + experts * 5 + top_k)
-    layer = randomize(MoE(TopKGate(4, experts, top_k), LinearExperts(experts, 4, 3)))
-    x = torch.randn(tokens, 4, dtype=torch.float64)
-    expected = torch.zeros(tokens, 3, dtype=torch.float64)
-    for sample in range(tokens):
-        scores = layer.gate.scores.weight @ x[sample]
-        best = sorted(range(experts), key=lambda expert: -scores[expert].item())[:top_k]
-        total = sum(scores[expert].exp() for expert in best)
-        for expert in best:
-            out = layer.experts.weight[expert] @ x[sample] + layer.experts.bias[expert]
-            expected[sample] += scores[expert].exp() / total * out
-    torch.testing.assert_close(layer(x), expected, **EXACT)
-
-
-def test_gradients_of_experts_and_gate_are_correct():
-    layer, x = randomize(MoE(TopKGate(3, 4, 2), LinearExperts(4, 3, 2))), torch.randn(5, 3, dtype=torch.float64)
-    names = [name for name, _ in layer.named_parameters()]
-    tensors = [tensor.detach().requires_grad_() for tensor in (x, *layer.parameters())]
-
-    def call(x, *parameters):
-        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), x)
-
-    assert torch.autograd.gradcheck(call, tensors)
 
 
 def test_describe_counts_a_mixture_of_experts_as_evenly_routed():

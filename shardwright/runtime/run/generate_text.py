@@ -56,7 +56,8 @@ def continue_tokens(job: Job, tokens_BT: Tensor, num: int, seed: int) -> Tensor:
         lengths = torch.full((1, len(tokens_BT)), tokens_BT.shape[1])
         batch = Batch(Jagged(("tokens",), tokens_BT.flatten(), lengths), None, {"next": tokens_BT})
         (output,) = job.evaluate([batch])
-        probabilities_BV = output.logits[:, -1].double().cpu().softmax(1)
+        logits_BTV = output.logits[0] if isinstance(output.logits, tuple) else output.logits  # of a pair with penalties
+        probabilities_BV = logits_BTV[:, -1].double().cpu().softmax(1)
         tokens_BT = torch.cat([tokens_BT, torch.multinomial(probabilities_BV, 1, generator=generator)], dim=1)
     return tokens_BT
 

@@ -1,0 +1,115 @@
+"""Copies of experts: Algorithm 1 of FasterMoE by hand, balancing by hypothesis, and the complete model."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.planner.experts import (
+    ExpertLayer,
+    balance,
+    choose_copies,
+    imbalance_seconds,
+    select_shadows,
+    shadow_seconds,
+    with_shadows,
+    without_copies,
+)
+
+# A row is one operation and one byte, an expert as many bytes as given; both rates are 1.
+LAYER = ExpertLayer((0, 1, 2), 1.0, 1.0, 10.0, 1.0, 1.0)
+
+
+def test_algorithm_1_by_hand():
+    """Expert 0 has 60 of 90 rows: 3 x 60 + 4 x 60 seconds, with a shadow 3 x 35 + 2 x 10. A second shadow, of expert 1,
+    leaves rank 2 with 40 rows: 3 x 40 + 4 x 10."""
+    chosen = np.array([[20, 5, 5], [20, 5, 5], [20, 5, 5]])
+    assert imbalance_seconds(LAYER, 60) == 420
+    assert shadow_seconds(LAYER, 1, 35) == 3 * 35 + 2 * 10
+    assert select_shadows(LAYER, chosen) == [0]
+    shadowed = with_shadows(LAYER, chosen, [0])
+    assert shadowed.loads_R.tolist() == [20, 35, 35]
+    assert shadowed.copies == [(0, 1), (0, 2)]
+    # The complete model: ranks 1 and 2 still receive 10 rows each; rank 1 hands expert 0 on to rank 2.
+    assert shadowed.seconds == 3 * 35 + 4 * 10 + 2 * 10
+
+
+def test_algorithm_1_counts_rows_by_expert_not_by_source():
+    """The released code sums over the wrong axis, and selects nothing where all ranks have as many rows."""
+    layer = replace(LAYER, owners=(0, 0, 1, 1))
+    chosen = np.array([[1, 1, 1, 37], [2, 1, 0, 37]])
+    assert chosen.sum(1).tolist() == [40, 40]
+    assert select_shadows(layer, chosen) == [3]
+
+
+def test_experts_too_large_to_move_stay():
+    chosen = np.array([[20, 5, 5], [20, 5, 5], [20, 5, 5]])
+    huge = replace(LAYER, expert_bytes=1e6)
+    assert select_shadows(huge, chosen) == [] and choose_copies(huge, chosen).copies == []
+
+
+@pytest.mark.parametrize("rows", [60, 61])
+def test_shadowing_pays_where_equations_9_and_10_say(rows):
+    """One of two experts has all rows, half of them on each rank: Equation 9 is B > r alpha H, here 4 B > 2 S."""
+    layer = replace(LAYER, owners=(0, 1), expert_bytes=2.0 * 60, flops_per_second=np.inf)
+    chosen = np.array([[rows // 2, 0], [rows - rows // 2, 0]])
+    assert select_shadows(layer, chosen) == ([0] if rows > 60 else [])
+
+
+@st.composite
+def cases(draw) -> tuple[ExpertLayer, np.ndarray]:
+    num_ranks, per_rank = draw(st.integers(1, 8)), draw(st.integers(1, 4))
+    experts = num_ranks * per_rank
+    row = st.lists(st.one_of(st.just(0), st.integers(0, 300)), min_size=experts, max_size=experts)
+    chosen = np.array([draw(row) for _ in range(num_ranks)])
+    owners = tuple(expert // per_rank for expert in range(experts))
+    return replace(LAYER, owners=owners, expert_bytes=draw(st.sampled_from([1.0, 100.0, 1e5]))), chosen
+
+
+@settings(max_examples=200)
+@given(cases(), st.sampled_from([1.0, 1.05, 1.5]))
+def test_balancing_keeps_all_rows_within_the_bound_with_few_copies(case, bound):
+    layer, chosen = case
+    balanced = balance(layer, chosen, bound)
+    assert (balanced.computed_RE >= 0).all()
+    assert balanced.computed_RE.sum(0).tolist() == chosen.sum(0).tolist()
+    num_ranks, experts = chosen.shape
+    assert balanced.loads_R.max() <= np.ceil(bound * chosen.sum() / num_ranks)
+    copies = Counter(rank for _, rank in balanced.copies)
+    assert max(copies.values(), default=0) <= experts // num_ranks
+    assert len(copies) <= max(0, num_ranks - 1)
+
+
+@settings(max_examples=200)
+@given(cases())
+def test_the_choice_is_never_slower_than_no_copies(case):
+    layer, chosen = case
+    best = choose_copies(layer, chosen)
+    assert best.seconds <= without_copies(layer, chosen).seconds
+    assert best.seconds <= with_shadows(layer, chosen, select_shadows(layer, chosen)).seconds
+
+
+@settings(max_examples=100)
+@given(cases())
+def test_rows_and_experts_that_travel(case):
+    """Compared with loops: of each expert, a rank computes its own rows first."""
+    layer, chosen = case
+    for assignment in (without_copies(layer, chosen), balance(layer, chosen), choose_copies(layer, chosen)):
+        num_ranks, experts = chosen.shape
+        sent, received = [0] * num_ranks, [0] * num_ranks
+        for expert in range(experts):
+            for rank in range(num_ranks):
+                stays = min(chosen[rank, expert], assignment.computed_RE[rank, expert])
+                sent[rank] += chosen[rank, expert] - stays
+                received[rank] += assignment.computed_RE[rank, expert] - stays
+        assert assignment.moved_rows == max(max(sent), max(received)) and sum(sent) == sum(received)
+        links: Counter[tuple[str, int]] = Counter()
+        for expert, ranks in assignment.chains():
+            assert len({layer.owners[expert], *ranks}) == len(ranks) + 1
+            for source, target in zip([layer.owners[expert], *ranks[:-1]], ranks, strict=True):
+                links["out", source] += 1
+                links["in", target] += 1
+        assert assignment.moved_experts == max(links.values(), default=0)
