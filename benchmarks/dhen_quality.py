@@ -105,7 +105,7 @@ def expert_shares(job: Job, batches: Iterable[Batch]) -> dict[str, list[float]]:
     shares: list[float] = []
 
     def count_choices(layer: MoE, inputs: tuple[torch.Tensor, ...]) -> None:
-        experts = layer.gate(inputs[0]).experts_TK.flatten()
+        experts = layer.gate(inputs[0]).experts_NK.flatten()
         shares.append(round(float(torch.bincount(experts).max()) / len(experts), 3))
 
     hooks = [layer.register_forward_pre_hook(count_choices) for layer in job.model.modules() if isinstance(layer, MoE)]

@@ -66,12 +66,16 @@ def _weight_gradient_op(gradient_RH: Tensor, rows_RC: Tensor, sizes_G: Tensor) -
 def _check(rows: Tensor, channels: int, num_groups: int, sizes_G: Tensor) -> None:
     if rows.dim() != 2 or rows.shape[1] != channels:
         raise UserError(f"rows have shape {tuple(rows.shape)}; wanted (rows, {channels})")
+    if sizes_G.device.type != "cpu":
+        raise UserError(f"sizes of groups are on {sizes_G.device}; wanted on the CPU")
     if sizes_G.shape != (num_groups,) or sizes_G.dtype is not torch.int64 or int(sizes_G.sum()) != len(rows):
         sizes = f"{sizes_G.dtype} of shape {tuple(sizes_G.shape)} and sum {int(sizes_G.sum())}"
         raise UserError(f"sizes of groups are {sizes}; wanted int64, {num_groups} numbers, sum {len(rows)}")
 
 
 def _native_for(first: Tensor, second: Tensor):
+    if first.device != second.device:
+        raise UserError(f"rows are on {first.device}, the other factor on {second.device}")
     is_native = first.dtype in (torch.float32, torch.float64) and first.dtype is second.dtype
     return native_library() if is_native and first.device.type == "cpu" else None
 
@@ -153,7 +157,8 @@ def _operators() -> torch.library.Library:
         operators._register_fake(name, fake)
         torch.library.register_autograd(f"shardwright::{name}", backward, setup_context=_save, lib=operators)
         register_flop_formula(getattr(torch.ops.shardwright, name))(_flops)
-    torch.library.register_autocast("shardwright::grouped_linear", "cpu", torch.bfloat16, lib=operators)
+    for device in ("cpu", "cuda"):
+        torch.library.register_autocast("shardwright::grouped_linear", device, torch.bfloat16, lib=operators)
     return operators
 
 

@@ -20,9 +20,9 @@ NORMS = MappingProxyType({"layer": nn.LayerNorm, "rms": nn.RMSNorm})
 
 @dataclass(frozen=True, slots=True)
 class ExpertForm:
-    """The experts of each block; those of `TopKGate` (layers/gates.py) are its arguments.
+    """The experts of each block. Fields from `over_chosen` on are passed to `TopKGate` (layers/gates.py).
 
-    `hidden`: channels inside an expert. `shared`: channels inside an expert that every token has; 0: there is none.
+    `hidden`: channels inside an expert. `shared`: channels inside the shared expert, applied to every token; 0: none.
     """
 
     num_experts: int
@@ -185,7 +185,7 @@ class DecoderBlock(nn.Module):
         x_BTC, earlier_B = x if isinstance(x, tuple) else (x, None)
         x_BTC = x_BTC + self.attention(self.norm1(x_BTC))
         out = self.mlp(self.norm2(x_BTC))
-        if not isinstance(out, tuple):
-            return x_BTC + out
-        out_BTC, penalty_B = out
-        return x_BTC + out_BTC, penalty_B if earlier_B is None else earlier_B + penalty_B
+        if isinstance(out, tuple):
+            out, penalty_B = out
+            earlier_B = penalty_B if earlier_B is None else earlier_B + penalty_B
+        return x_BTC + out if earlier_B is None else (x_BTC + out, earlier_B)

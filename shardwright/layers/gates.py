@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from shardwright.errors import UserError
 
@@ -23,16 +24,17 @@ class Routing(NamedTuple):
 
     experts_NK: Tensor
     weights_NK: Tensor
-    penalty_B: Tensor  # of each sample: the auxiliary losses of its group, times their factors
+    penalty_B: Tensor  # of each sample: the auxiliary losses of its group, times their coefficients
 
 
 class TopKGate(nn.Module):
     """The K experts with the highest scores, with softmax weights; of equal scores, the lower index wins.
 
     `over_chosen`: weights are the softmax over the chosen experts, which sum to 1 per token; otherwise over all.
-    `capacity`: an expert takes at most capacity * K * tokens / E tokens of a group, rounded up, first choices first,
-    then in order; others are dropped. 0: no limit. `balance` and `z` are the factors of two auxiliary losses of a
-    group: E * sum of f_e p_e, where f_e is the share of choices of expert e and p_e its mean probability; and the mean
+    `capacity`: an expert takes at most capacity * K * tokens / E tokens of a group, rounded up; all first choices come
+    before any second choice, and within a choice tokens in order; others are dropped. 0: no limit. `balance` and `z`
+    are the coefficients of two auxiliary losses of a group: the load-balancing loss (Switch), E * sum of f_e p_e, where
+    f_e is the share of choices of expert e and p_e its mean probability; and the router z-loss (ST-MoE), the mean
     square of the logarithm of the sum of exponentials of a token's scores.
     """
 
@@ -51,9 +53,14 @@ class TopKGate(nn.Module):
         super().__init__()
         if not 1 <= num_chosen <= num_experts:
             raise UserError(f"a gate that chooses {num_chosen} of {num_experts} experts; wanted 1 to {num_experts}")
-        for name, value in (("capacity", capacity), ("balance", balance), ("z", z)):
-            if value < 0:
-                raise UserError(f"a gate with {name}={value:g}; wanted 0 or more")
+        for name, value, least in (
+            ("capacity", capacity, 0),
+            ("balance", balance, 0),
+            ("z", z, 0),
+            ("groups", groups, 1),
+        ):
+            if value < least:
+                raise UserError(f"a gate with {name}={value:g}; wanted {least} or more")
         self.num_chosen, self.over_chosen = num_chosen, over_chosen
         self.capacity, self.balance, self.z, self.groups = capacity, balance, z, groups
         self.scores = nn.Linear(channels, num_experts, bias=False)
@@ -82,16 +89,18 @@ class TopKGate(nn.Module):
         """The scores, in float32 or float64 also under autocast: rounded scores would choose other experts."""
         x_NC = x_NC.float() if x_NC.dtype in (torch.bfloat16, torch.float16) else x_NC
         with torch.autocast(x_NC.device.type if not x_NC.is_meta else "cpu", enabled=False):
-            return self.scores(x_NC)
+            return functional.linear(x_NC, self.scores.weight.to(x_NC.dtype))
 
     def _penalty(self, scores_NE: Tensor, experts_NK: Tensor) -> Tensor:
-        """The auxiliary losses of a group's tokens, times their factors."""
+        """The auxiliary losses of a group's tokens, times their coefficients."""
         penalty, num = scores_NE.new_zeros(()), self.scores.out_features
         if self.balance and len(scores_NE):
             chosen_E = torch.zeros_like(scores_NE[0]).index_add(
                 0, experts_NK.flatten(), torch.ones_like(scores_NE[0, 0]).expand(experts_NK.numel())
             )
-            penalty = penalty + self.balance * num * (chosen_E / experts_NK.numel()) @ scores_NE.softmax(1).mean(0)
+            penalty = (
+                penalty + self.balance * num / experts_NK.numel() * (chosen_E * scores_NE.softmax(1).mean(0)).sum()
+            )
         if self.z and len(scores_NE):
             penalty = penalty + self.z * scores_NE.logsumexp(1).square().mean()
         return penalty
@@ -99,7 +108,7 @@ class TopKGate(nn.Module):
     def _keep(self, experts_NK: Tensor) -> Tensor:
         """Whether each choice of a group's tokens is within its expert's capacity."""
         num = self.scores.out_features
-        capacity = math.ceil(self.capacity * experts_NK.numel() / num)
+        capacity = math.ceil(self.capacity * experts_NK.numel() / num - 1e-9)
         by_choice = experts_NK.t().flatten()
         order = by_choice.argsort(stable=True)
         starts_E = torch.bincount(by_choice, minlength=num).cumsum(0) - torch.bincount(by_choice, minlength=num)

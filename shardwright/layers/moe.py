@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwright.kernels.grouped_products import grouped_linear
-from shardwright.layers.gates import Routing, TopKGate
+from shardwright.layers.gates import DROPPED, Routing, TopKGate
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,11 @@ class LocalExperts:
         out_RH = experts(tokens_NC.index_select(0, order_R.div(num_chosen, rounding_mode="floor")), sizes_E)
         if not len(out_RH):
             return out_RH.sum(0).expand(len(tokens_NC), -1)  # zeros that belong to the graph
-        positions = torch.zeros_like(chosen)  # a dropped choice has weight 0 and takes any row
+        positions = torch.zeros_like(chosen)  # a dropped choice takes any row, and then zeros
         positions = positions.index_copy(0, order_R, torch.arange(len(order_R), device=chosen.device))
         out_NKH = out_RH.index_select(0, positions).unflatten(0, tuple(routing.experts_NK.shape))
+        if len(order_R) < len(chosen):
+            out_NKH = out_NKH.masked_fill((routing.experts_NK == DROPPED).unsqueeze(2), 0.0)
         return (out_NKH * routing.weights_NK.unsqueeze(2)).sum(1).to(out_RH.dtype)
 
 

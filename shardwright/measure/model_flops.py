@@ -19,7 +19,7 @@ WINDOW_SECONDS = 0.12
 def count_products(model: nn.Module) -> tuple[int, int]:
     """Weights of all linear layers, and heads times channels of a head summed over all attention layers.
 
-    Of experts, those that a token has.
+    Weights of experts count in proportion to the experts of a token: active parameters.
     """
     weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
     for mixture in (module for module in model.modules() if isinstance(module, MoE)):

@@ -25,7 +25,7 @@ from shardwright.spec.plan import SAVED_PRODUCT_OPS
 from shardwright.spec.workload import Product
 
 MATMUL_OPS = MappingProxyType({"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1})  # by name: position of the left factor
-GROUPED_OPS = frozenset(  # of experts, whose numbers of rows are taken to be even
+GROUPED_OPS = frozenset(  # products of experts; rows are taken to be evenly split over them
     ("grouped_linear", "grouped_linear_input_gradient", "grouped_linear_weight_gradient")
 )
 REWRITE_ADVICE = (  # for operations whose result depends on values: (pattern of torch's message, advice)
@@ -121,6 +121,7 @@ class OpCounterMode(TorchDispatchMode):
         super().__init__()
         self.bytes_ = self.num_calls = 0
         self._shapes: Counter[tuple[int, int, int, int]] = Counter()
+        self._grouped: list[Product] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -131,7 +132,7 @@ class OpCounterMode(TorchDispatchMode):
             num = left.shape[0] if left.dim() == 3 else 1
             self._shapes[*left.shape[-2:], right.shape[-1], num] += 1
         elif name in GROUPED_OPS:
-            self._shapes[_grouped_shape(name, *args)] += 1
+            self._grouped.append(_grouped_product(name, *args))
         elif func.overloadpacket not in flop_registry and name not in ALLOCATION_OPS and not _is_view(func):
             self.bytes_ += sum(tensor.numel() * tensor.element_size() for tensor in tensors_of((args, kwargs, result)))
         return result
@@ -143,16 +144,16 @@ class OpCounterMode(TorchDispatchMode):
             sizes = {"m": m, "k": k, "n": n, "num": num}
             grows = max(sizes, key=lambda name: (sizes[name] % max(batch_size, 1) == 0, sizes[name]))
             products.append(Product(m, k, n, num * count, grows))  # pyright: ignore[reportArgumentType]
-        return tuple(products)
+        return (*products, *self._grouped)
 
 
-def _grouped_shape(name: str, rows: Tensor, other: Tensor, sizes: Tensor) -> tuple[int, int, int, int]:
-    """Rows, inner dimension and columns of each group's product, and the number of groups."""
+def _grouped_product(name: str, rows: Tensor, other: Tensor, sizes: Tensor) -> Product:
+    """The product of each group; its rows grow with the batch."""
     num, width = len(sizes), rows.shape[1]
     rows_of_group = -(-len(rows) // num)
     if name == "grouped_linear_weight_gradient":
-        return width, rows_of_group, other.shape[1], num
-    return rows_of_group, width, other.shape[1 if name == "grouped_linear" else 2], num
+        return Product(width, rows_of_group, other.shape[1], num, "k")
+    return Product(rows_of_group, width, other.shape[1 if name == "grouped_linear" else 2], num, "m")
 
 
 def _is_view(func: Any) -> bool:

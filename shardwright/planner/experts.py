@@ -7,12 +7,14 @@ Shape legend: R ranks, E experts.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+
+from shardwright.errors import UserError
 
 IntArray = NDArray[np.int64]
 COMPUTE_PASSES = 3  # forward, gradients of inputs, gradients of weights
@@ -52,12 +54,12 @@ class Assignment:
         return float(self.loads_R.max() * len(self.loads_R) / total) if total else 1.0
 
     @cached_property
-    def copies(self) -> list[tuple[int, int]]:
-        """Pairs of an expert and a rank that computes rows of it and is not its owner."""
-        owned_RE = np.zeros(self.computed_RE.shape, bool)
-        owned_RE[list(self.layer.owners), range(len(self.layer.owners))] = True
-        ranks, experts = np.nonzero((self.computed_RE > 0) & ~owned_RE)
-        return sorted(zip(experts.tolist(), ranks.tolist(), strict=True))
+    def copies(self) -> tuple[IntArray, IntArray]:
+        """Pairs of a rank and an expert that it computes rows of and does not own: the ranks, and the experts."""
+        is_copied_RE = self.computed_RE > 0
+        is_copied_RE[self.layer.owners, np.arange(len(self.layer.owners))] = False
+        ranks, experts = np.nonzero(is_copied_RE)
+        return ranks, experts
 
     @cached_property
     def moved_rows(self) -> int:
@@ -69,19 +71,22 @@ class Assignment:
     @cached_property
     def moved_experts(self) -> int:
         """The most experts that a rank sends or receives: a chain of ranks hands each copied expert on."""
-        sent_R, received_R = np.zeros(len(self.loads_R), int), np.zeros(len(self.loads_R), int)
-        for expert, ranks in self.chains():
-            sent_R[[self.layer.owners[expert], *ranks[:-1]]] += 1
-            received_R[ranks] += 1
+        (ranks, experts), num, owners = self.copies, len(self.loads_R), np.array(self.layer.owners)
+        received_R = np.bincount(ranks, minlength=num)
+        position = (ranks - owners[experts]) % num  # in the chain from the owner on
+        last_E = np.zeros(len(owners), np.int64)
+        np.maximum.at(last_E, experts, position)
+        sent_R = received_R - np.bincount(ranks[position == last_E[experts]], minlength=num)
+        sent_R += np.bincount(owners[last_E > 0], minlength=num)
         return int(max(sent_R.max(initial=0), received_R.max(initial=0)))
 
-    def chains(self) -> Iterator[tuple[int, list[int]]]:
+    def chains(self) -> dict[int, list[int]]:
         """By copied expert, the ranks that hold a copy, in the order of the chain from its owner on."""
-        num = len(self.loads_R)
-        for expert in dict.fromkeys(expert for expert, _ in self.copies):
-            owner = self.layer.owners[expert]
-            holders = [rank for other, rank in self.copies if other == expert]
-            yield expert, sorted(holders, key=lambda rank, owner=owner: (rank - owner) % num)
+        (ranks, experts), chains = self.copies, dict[int, list[int]]()
+        positions = (ranks - np.array(self.layer.owners)[experts]) % len(self.loads_R)
+        for number in np.lexsort((positions, experts)).tolist():
+            chains.setdefault(int(experts[number]), []).append(int(ranks[number]))
+        return chains
 
     @cached_property
     def compute_seconds(self) -> float:
@@ -99,7 +104,7 @@ class Assignment:
 
     @cached_property
     def seconds(self) -> float:
-        """The complete model: unlike Equation 8 with the rows that still travel."""
+        """The complete model: unlike Equation 8 with the rows that are still exchanged."""
         return self.compute_seconds + self.exchange_seconds + self.copy_seconds
 
 
@@ -120,7 +125,7 @@ def with_shadows(layer: ExpertLayer, chosen_RE: IntArray, experts: Sequence[int]
 def select_shadows(layer: ExpertLayer, chosen_RE: IntArray) -> list[int]:
     """Algorithm 1: experts in descending order of rows, until one does not reduce the time of Equations 7 and 8.
 
-    As published it counts a rank's rows, and neither the rows that still travel nor a rank that has them already.
+    As published it counts a rank's rows, not those that are still exchanged, nor those that a rank has already.
     """
     loads_R = without_copies(layer, chosen_RE).loads_R.astype(float)
     best, shadows = imbalance_seconds(layer, loads_R.max(initial=0)), list[int]()
@@ -150,23 +155,34 @@ def shadow_seconds(layer: ExpertLayer, num_shadows: int, most_rows: float) -> fl
 def balance(layer: ExpertLayer, chosen_RE: IntArray, bound: float = 1.0) -> Assignment:
     """Copies with which no rank computes more than `bound` times the mean number of rows, rounded up.
 
-    The rank with most room is filled by the rank with most rows, until none has too many: the alias method of Walker
-    and Vose. Each rank is filled once, by one other, so that it gets at most as many copies as a rank has experts. A
-    rank that gave too many is filled itself later.
+    The most loaded rank gives rows to the least loaded one, up to the limit, until no rank is above it: the alias
+    method of Walker and Vose. Each rank is filled once, by one other, so that it gets at most as many copies as a rank
+    has experts. A rank that gave too many is filled itself later.
     """
-    assignment = without_copies(layer, chosen_RE)
-    computed_RE, loads_R = assignment.computed_RE, assignment.computed_RE.sum(1)
-    limit = math.ceil(bound * loads_R.sum() / max(1, len(loads_R)) - 1e-9)
-    while loads_R.max(initial=0) > limit:
-        giver, taker = int(loads_R.argmax()), int(loads_R.argmin())
-        room = limit - int(loads_R[taker])
-        own = [expert for expert, owner in enumerate(layer.owners) if owner == giver]
-        for expert in sorted(own, key=lambda e: (-min(room, computed_RE[giver, e]), -chosen_RE[taker, e])):
-            rows = min(room, int(computed_RE[giver, expert]))
+    if bound < 1:
+        raise UserError(f"balancing within {bound:g} times the mean; wanted 1 or more")
+    # Lists, since single numbers of arrays are ten times slower to access.
+    start = without_copies(layer, chosen_RE)
+    computed: list[list[int]] = start.computed_RE.tolist()
+    chosen: list[list[int]] = chosen_RE.tolist()
+    loads: list[int] = start.loads_R.tolist()
+    own: list[list[int]] = [[] for _ in loads]
+    for expert, owner in enumerate(layer.owners):
+        own[owner].append(expert)
+    limit = math.ceil(bound * sum(loads) / max(1, len(loads)) - 1e-9)
+    while (most := max(loads, default=0)) > limit:
+        giver, taker = loads.index(most), loads.index(min(loads))
+        room, given, has = limit - loads[taker], computed[giver], chosen[taker]
+        # Experts that suffice alone first, of them those of which the taker has most rows itself.
+        order = sorted(((min(room, given[expert]), has[expert], expert) for expert in own[giver]), reverse=True)
+        for _, _, expert in order:
+            rows = min(room, given[expert])
             room -= rows
-            computed_RE[[giver, taker], expert] += (-rows, rows)
-            loads_R[[giver, taker]] += (-rows, rows)
-    return Assignment(layer, chosen_RE, computed_RE)
+            given[expert] -= rows
+            computed[taker][expert] += rows
+        loads[giver] -= limit - room - loads[taker]
+        loads[taker] = limit - room
+    return Assignment(layer, chosen_RE, np.array(computed, np.int64).reshape(chosen_RE.shape))
 
 
 def choose_copies(layer: ExpertLayer, chosen_RE: IntArray) -> Assignment:

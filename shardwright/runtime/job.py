@@ -100,8 +100,9 @@ class Job:
         With gradient accumulation the updates come with the last micro-batch of a step; if you stop inside a step, its
         micro-batches are lost. A model in evaluation mode is put into training mode; submodules that you set to eval()
         in a model in training mode stay so. Stages that run ahead take more batches from the loader; those are lost if
-        you stop before its end. `stop` is called for every batch. Once it returns a nonzero number (such as a signal's)
-        on any rank, all ranks stop after the same step, up to six steps later where stages run ahead.
+        you stop before its end. `stop` is called for every batch, in a pipeline once a step. Once it returns a nonzero
+        number (such as a signal's) on any rank, all ranks stop after the same step, up to six steps later where stages
+        run ahead.
         """
         self._check_trained()
         if self._user_loop is not None:

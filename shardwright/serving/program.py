@@ -20,7 +20,6 @@ from shardwright.jagged import Batch, Jagged, Vectors
 from shardwright.layers.embedding import EmbeddingTables
 
 WEIGHT_PREFIX = "dense."  # of the names of the program's weights
-OPERATOR_MODULES = ("shardwright.kernels.pair_dots", "shardwright.kernels.grouped_products")  # that programs call
 PICKLED_SUFFIX = ".pt"  # of pickled files in an archive: example inputs, which are not needed
 SPECIALIZED_ERROR = "your code specialized it to be a constant"
 UNPICKLED_NAME_PATTERN = r"(weight|tensor)_\d+"  # raw tensors; torch unpickles files of other names
@@ -90,8 +89,7 @@ def check_dynamic_sizes(path: Path, dense: DenseProgram, example: tuple[Any, ...
 def load(path: Path) -> Any:
     """Load a program as a module; its weights have their names in the dense model."""
     _check_no_pickles(path)
-    for name in OPERATOR_MODULES:
-        import_module(name)
+    import_module("shardwright.kernels.pair_dots")  # registers operators that programs call
     try:
         return torch.export.load(path).module(check_guards=False)
     except RuntimeError as error:

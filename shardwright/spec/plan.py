@@ -17,7 +17,7 @@ from shardwright.spec.workload import Dtype, Table, Workload, state_dtype, table
 
 ExchangeMode = Literal["vectors", "rows"]
 RecomputePolicy = Literal["nothing", "products"]
-# aten operators whose outputs a recomputed block saves under RecomputePolicy "products".
+# Operators whose outputs a recomputed block saves under RecomputePolicy "products".
 SAVED_PRODUCT_OPS = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution", "grouped_linear"))
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-# The header of a lookup request, from every rank to every rank: number of samples (or of micro-batches, for a model
-# without tables), words of the message, weight of the samples, `max_replica_values`, number of ids with weights and
-# without, stop signal of the sending rank (0: none).
+# The header of a lookup request, from every rank to every rank: number of samples, words of the message, weight of the
+# samples, `max_replica_values`, number of ids with weights and without, stop signal of the sending rank (0: none). A
+# model without tables sends the number of micro-batches that it announces in place of that of samples.
 REQUEST_HEADER_NUMBERS = 7
 REQUEST_HEADER_BYTES = 8 * REQUEST_HEADER_NUMBERS
 ID_BYTES = 4  # of an id in a request

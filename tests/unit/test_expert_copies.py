@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.errors import UserError
 from shardwright.planner.experts import (
     ExpertLayer,
     balance,
@@ -32,7 +33,7 @@ def test_algorithm_1_by_hand():
     assert select_shadows(LAYER, chosen) == [0]
     shadowed = with_shadows(LAYER, chosen, [0])
     assert shadowed.loads_R.tolist() == [20, 35, 35]
-    assert shadowed.copies == [(0, 1), (0, 2)]
+    assert shadowed.chains() == {0: [1, 2]}
     # The complete model: ranks 1 and 2 still receive 10 rows each; rank 1 hands expert 0 on to rank 2.
     assert shadowed.seconds == 3 * 35 + 4 * 10 + 2 * 10
 
@@ -45,10 +46,15 @@ def test_algorithm_1_counts_rows_by_expert_not_by_source():
     assert select_shadows(layer, chosen) == [3]
 
 
+def test_a_bound_below_the_mean_is_refused():
+    with pytest.raises(UserError, match=r"within 0\.9 times the mean; wanted 1 or more"):
+        balance(LAYER, np.ones((3, 3), np.int64), 0.9)
+
+
 def test_experts_too_large_to_move_stay():
     chosen = np.array([[20, 5, 5], [20, 5, 5], [20, 5, 5]])
     huge = replace(LAYER, expert_bytes=1e6)
-    assert select_shadows(huge, chosen) == [] and choose_copies(huge, chosen).copies == []
+    assert select_shadows(huge, chosen) == [] and choose_copies(huge, chosen).chains() == {}
 
 
 @pytest.mark.parametrize("rows", [60, 61])
@@ -78,7 +84,7 @@ def test_balancing_keeps_all_rows_within_the_bound_with_few_copies(case, bound):
     assert balanced.computed_RE.sum(0).tolist() == chosen.sum(0).tolist()
     num_ranks, experts = chosen.shape
     assert balanced.loads_R.max() <= np.ceil(bound * chosen.sum() / num_ranks)
-    copies = Counter(rank for _, rank in balanced.copies)
+    copies = Counter(balanced.copies[0].tolist())
     assert max(copies.values(), default=0) <= experts // num_ranks
     assert len(copies) <= max(0, num_ranks - 1)
 
@@ -107,7 +113,7 @@ def test_rows_and_experts_that_travel(case):
                 received[rank] += assignment.computed_RE[rank, expert] - stays
         assert assignment.moved_rows == max(max(sent), max(received)) and sum(sent) == sum(received)
         links: Counter[tuple[str, int]] = Counter()
-        for expert, ranks in assignment.chains():
+        for expert, ranks in assignment.chains().items():
             assert len({layer.owners[expert], *ranks}) == len(ranks) + 1
             for source, target in zip([layer.owners[expert], *ranks[:-1]], ranks, strict=True):
                 links["out", source] += 1

@@ -112,6 +112,21 @@ def test_a_plan_is_made_with_the_threads_of_the_run(monkeypatch):
     assert threads == [3] and torch.get_num_threads() == before != 3
 
 
+def test_the_log_has_losses_without_the_penalties_of_gates():
+    keys = [key for key in SMALL if not key.startswith("model.hidden")]
+    losses = []
+    for balance in ("0.0", "5.0"):
+        run = training.train(
+            config.load("moe-gpt", (*keys, f"run.name=b{balance}", f"model.experts.balance={balance}"))
+        )
+        losses.append([line["loss"] for line in lines(run.path, "train")])
+        assert all(
+            line["perplexity"] == pytest.approx(math.exp(line["loss"])) for line in lines(run.path, "train", "eval")
+        )
+        assert json.loads((run.path / "generated.json").read_text())["continuations"]
+    assert losses[0][0] == pytest.approx(losses[1][0], abs=1e-5) and losses[0][-1] != losses[1][-1]
+
+
 def test_the_first_steps_equal_a_plain_loop():
     """PyTorch only, from the same initial weights: windows of the text, AdamW with warm-up, clipping."""
     run = train("mine", "data=text.txt")

@@ -103,6 +103,11 @@ def test_bfloat16_multiplies_group_by_group_under_autocast():
         out = grouped_linear(rows, weight, sizes)
         assert out.dtype is torch.bfloat16
         assert torch.equal(out, plain_linear(rows, weight, sizes))
+    weight.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        grouped_linear(rows, weight, sizes).float().sum().backward()
+    assert weight.grad is not None and weight.grad.dtype is torch.float32
+    torch.testing.assert_close(weight.grad[0], rows[:3].sum(0).expand(4, 6), rtol=0.02, atol=0.02)
 
 
 def test_products_are_counted():

@@ -1,6 +1,7 @@
 """Gates and mixtures of experts compared with loops over tokens, and with the layers of Hugging Face's transformers."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright.errors import UserError
+from shardwright.layers.decoder import LLAMA, DecoderBlock, ExpertForm
 from shardwright.layers.gates import DROPPED, TopKGate
 from shardwright.layers.moe import GeluExperts, LinearExperts, MoE, SwiGluExperts
 
@@ -180,6 +182,29 @@ def test_experts_with_hidden_layers_equal_a_loop_over_tokens(kind, bias, capacit
         torch.testing.assert_close(actual, wanted, **EXACT)
 
 
+def test_a_dropped_choice_takes_nothing_from_a_row_that_is_not_finite():
+    layer = randomize(MoE(TopKGate(2, 2, 1, capacity=0.5), LinearExperts(2, 2, 2)))
+    with torch.no_grad():
+        layer.gate.scores.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
+    x = torch.ones(4, 2, dtype=torch.float64)
+    x[0, 1] = torch.inf
+    out, _ = layer(x)
+    assert not out[0].isfinite().all() and not out[1:].any()  # capacity 1: the other tokens are dropped
+
+
+def test_layers_in_bfloat16_score_in_float32():
+    layer = MoE(TopKGate(4, 3, 2, z=0.1), GeluExperts(3, 4, 8)).bfloat16()
+    out, penalty = layer(torch.randn(5, 4, dtype=torch.bfloat16))
+    assert out.dtype is torch.bfloat16 and penalty.dtype is torch.float32
+
+
+def test_a_block_without_experts_hands_on_the_penalties_of_those_before():
+    form = replace(LLAMA, experts=ExpertForm(3, 2, 8, z=0.5))
+    first, second = DecoderBlock(16, 2, form=form), DecoderBlock(16, 2)
+    x, penalty = first(torch.randn(2, 3, 16))
+    assert torch.equal(second((x, penalty))[1], penalty) and torch.equal(second((x, penalty))[0], second(x))
+
+
 @pytest.mark.parametrize(("num_tokens", "all_to_one"), [(0, False), (1, False), (6, True)])
 def test_empty_experts_and_one_for_all_tokens(num_tokens, all_to_one):
     layer = randomize(MoE(TopKGate(4, 5, 1), LinearExperts(5, 4, 3)))
@@ -232,6 +257,7 @@ def test_layers_of_transformers_give_the_same_outputs(shape):
         (lambda: TopKGate(4, 3, 4), "a gate that chooses 4 of 3 experts; wanted 1 to 3"),
         (lambda: TopKGate(4, 3, 1, capacity=-1), "a gate with capacity=-1; wanted 0 or more"),
         (lambda: TopKGate(4, 3, 1, balance=-0.5), "a gate with balance=-0.5; wanted 0 or more"),
+        (lambda: TopKGate(4, 3, 1, groups=0), "a gate with groups=0; wanted 1 or more"),
     ],
 )
 def test_impossible_gates_are_refused(make, message):

@@ -89,11 +89,11 @@ class WindowMetrics:
         self._losses: list[tuple[Tensor, float]] = []  # of each batch, with its weight
         self._columns: dict[str, list[Tensor]] = {"logits": [], "labels": [], "weights": [], "groups": []}
 
-    def update(self, output: Output) -> None:
-        """Add the output of a batch; outputs without scores do not count."""
+    def update(self, output: Output, penalty: Tensor | float = 0.0) -> None:
+        """Add the output of a batch; outputs without scores do not count. `penalty`: left out of its loss."""
         if not output.has_scores:
             return
-        self._losses.append((output.loss, self.weigh(output.batch)))
+        self._losses.append((output.loss - penalty, self.weigh(output.batch)))
         if self.label is not None:
             self._columns["logits"].append(output.logits)
             self._columns["labels"].append(output.batch.labels[self.label])

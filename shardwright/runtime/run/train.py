@@ -50,7 +50,7 @@ from shardwright.runtime.run.setup import (
     set_threads,
     start_notes,
 )
-from shardwright.runtime.run.token_meter import TokenMeter, describe_model_flops
+from shardwright.runtime.run.token_meter import TokenMeter, describe_model_flops, mean_penalty
 from shardwright.runtime.run.watcher import RunResult, SilentWatcher, Watcher
 from shardwright.spec import files
 from shardwright.spec.lanes import MAIN
@@ -220,7 +220,7 @@ class Trainer:
             due = self.job.step % train.log_every == 0 or saves or is_last  # a resumed run starts with a new window
             with self.job.tracer.trace_stage(METRICS_STAGE):
                 for output in step_outputs:
-                    window.update(output)
+                    window.update(output, mean_penalty(self.job.model.loss, output))
                 values = self.rank_group.all_gather_window(window).compute() if due else {}
             self.seconds += time.perf_counter() - start
             self.watcher.step(self.job.step, self.samples)
