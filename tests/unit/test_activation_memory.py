@@ -23,7 +23,10 @@ from shardwright.planner.memory import dense_model
 from shardwright.planner.problem import Precision
 
 aten = torch.ops.aten
-SAVED_OPS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default}
+SAVED_OPS = {
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default),
+    torch.ops.shardwright.grouped_linear.default,
+}
 
 
 class MixedBlock(nn.Module):
