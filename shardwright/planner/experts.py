@@ -48,12 +48,6 @@ class Assignment:
         return self.computed_RE.sum(1)
 
     @cached_property
-    def imbalance(self) -> float:
-        """The most rows of a rank over the mean."""
-        total = int(self.loads_R.sum())
-        return float(self.loads_R.max() * len(self.loads_R) / total) if total else 1.0
-
-    @cached_property
     def copies(self) -> tuple[IntArray, IntArray]:
         """Pairs of a rank and an expert that it computes rows of and does not own: the ranks, and the experts."""
         is_copied_RE = self.computed_RE > 0
