@@ -13,22 +13,25 @@ struct Level {
   const PairKernels* pairs;
   const ProductKernels* products;
   const AdamKernels* adam;
+  const ActivationKernels* activations;
   bool (*here)();
 };
 
 const Level kLevels[] = {
 #ifdef SHARDWRIGHT_X86_LEVELS
     {"avx512", &kRowKernels_avx512, &kPairKernels_avx512, &kProductKernels_avx512, &kAdamKernels_avx512,
+     &kActivationKernels_avx512,
      [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
      }},
-    {"avx2", &kRowKernels_avx2, &kPairKernels_avx2, &kProductKernels_avx2, &kAdamKernels_avx2,
+    {"avx2", &kRowKernels_avx2, &kPairKernels_avx2, &kProductKernels_avx2, &kAdamKernels_avx2, &kActivationKernels_avx2,
      [] {
        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
      }},
 #endif
     {"baseline", &kRowKernels_baseline, &kPairKernels_baseline, &kProductKernels_baseline, &kAdamKernels_baseline,
+     &kActivationKernels_baseline,
      [] { return true; }},
 };
 
@@ -52,6 +55,7 @@ const RowKernels& row_kernels() { return *level()->rows; }
 const PairKernels& pair_kernels() { return *level()->pairs; }
 const ProductKernels& product_kernels() { return *level()->products; }
 const AdamKernels& adam_kernels() { return *level()->adam; }
+const ActivationKernels& activation_kernels() { return *level()->activations; }
 
 SHARDWRIGHT_API const char* shardwright_level() { return level()->name; }
 

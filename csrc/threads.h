@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <memory>
 
+#include "activations.h"
 #include "adam.h"
 #include "embedding.h"
 #include "pairs.h"
@@ -23,6 +24,7 @@ const RowKernels& row_kernels();
 const PairKernels& pair_kernels();
 const ProductKernels& product_kernels();
 const AdamKernels& adam_kernels();
+const ActivationKernels& activation_kernels();
 
 struct Free {
   void operator()(void* memory) const { std::free(memory); }

@@ -24,7 +24,7 @@ LAYERS = (
     ("measure", "embeddings", "experts", "dense", "checkpoint", "models", "data"),
     ("layers", "step"),
     ("kernels", "comm", "planner"),
-    ("config", "jagged", "library", "rectangle", "spec"),
+    ("config", "jagged", "library", "parameter_shard", "rectangle", "spec"),
     ("errors",),
 )
 UNLAYERED = ("__init__", "__main__", "recipes", "clusters")

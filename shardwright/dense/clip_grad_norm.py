@@ -16,33 +16,35 @@ from shardwright.comm.mesh import Group
 from shardwright.errors import UserError
 from shardwright.kernels.native import sum_of_squares
 
+# This rank's shards, and the groups over which they are sharded; without groups, full parameters.
+Sharded = tuple[Sequence[nn.Parameter], Sequence[Group]]
 EPSILON = 1e-6  # added to the norm, as by torch.nn.utils.clip_grad_norm_
 
 
 @torch.no_grad()
 def clip_grad_norm(
-    parameters: Sequence[nn.Parameter],
+    parameters: Sequence[Sharded],
     max_norm: float,
-    groups: Sequence[Group] = (),
-    replicated: Sequence[nn.Parameter] = (),
     pipeline_groups: Sequence[Group] = (),
 ) -> float:
     """Clip all gradients together to an L2 norm of at most `max_norm`; returns the norm before clipping.
 
-    `parameters` are this rank's shards of parameters that are sharded over `groups`; without groups, all parameters.
-    `replicated` are the unsharded parameters, equal on all ranks of `groups`. The ranks of `pipeline_groups` have other
-    parameters. All ranks of all groups must call it: one all-reduce over each group.
+    The ranks of `pipeline_groups` have other parameters. All ranks of all groups must call it: one all-reduce over each
+    group.
     """
-    total = _sum_of_squares(parameters)
-    for group in groups:
-        total = collective.all_reduce(total, group).wait()
-    total += _sum_of_squares(replicated)
+    device = next((parameter.device for sharded, _ in parameters for parameter in sharded), None)
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    for sharded, groups in parameters:
+        squares = _sum_of_squares(sharded)
+        for group in groups:
+            squares = collective.all_reduce(squares, group).wait()
+        total += squares.to(total.device)
     for group in pipeline_groups:
         total = collective.all_reduce(total, group).wait()
     norm = float(total.sqrt())
     factor = max_norm / (norm + EPSILON)
     if not factor >= 1:
-        for parameter in (*parameters, *replicated):
+        for parameter in (parameter for sharded, _ in parameters for parameter in sharded):
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
     return norm
@@ -50,10 +52,8 @@ def clip_grad_norm(
 
 def register_clip_hook(
     optimizer: torch.optim.Optimizer,
-    parameters: Sequence[nn.Parameter],
+    parameters: Sequence[Sharded],
     max_norm: float,
-    groups: Sequence[Group] = (),
-    replicated: Sequence[nn.Parameter] = (),
     pipeline_groups: Sequence[Group] = (),
 ) -> None:
     """Call `clip_grad_norm` before every step of this optimizer."""
@@ -61,7 +61,7 @@ def register_clip_hook(
         raise UserError(f"clip={max_norm}: the maximum global norm of the dense gradients must be above 0")
 
     def clip_gradients(*_: object) -> None:
-        clip_grad_norm(parameters, max_norm, groups, replicated, pipeline_groups)
+        clip_grad_norm(parameters, max_norm, pipeline_groups)
 
     optimizer.register_step_pre_hook(clip_gradients)
 

@@ -9,7 +9,6 @@ this rank's shard.
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from ctypes import c_char
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -18,31 +17,9 @@ from torch import Tensor, nn
 from shardwright.comm import collective, flat_collectives
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
+from shardwright.parameter_shard import ParameterShard
 
 ParameterOwners = Sequence[tuple[nn.Module, str]]  # the modules that have a parameter, and its name in each
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ParameterShard:
-    """This rank's rows of a parameter: their range, their flat parameter, and whether it writes them.
-
-    `index` is the parameter's position in the flat parameter. Of the replicas of a shard, only the one with `is_writer`
-    writes it to checkpoints.
-    """
-
-    rows: tuple[int, int]
-    full_shape: tuple[int, ...]
-    flat_parameter: "FlatParameter"
-    index: int
-    is_writer: bool
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        return (self.rows[1] - self.rows[0], *self.full_shape[1:])
-
-    def matches_shape(self, values: Tensor) -> bool:
-        """Whether `values` has one value per element of this shard."""
-        return tuple(values.shape) == self.local_shape
 
 
 class FlatParameter:
@@ -190,9 +167,7 @@ class FlatParameter:
             else self.local_shard[:0]
         )
         parameter_shard = ParameterShard((low, high), tuple(parameter.shape), self, index, self._is_writer)
-        shard = nn.Parameter(values.view(parameter_shard.local_shape), parameter.requires_grad)
-        shard.parameter_shard = parameter_shard  # pyright: ignore[reportAttributeAccessIssue]
-        return shard
+        return parameter_shard.mark(nn.Parameter(values.view(parameter_shard.local_shape), parameter.requires_grad))
 
     def _split_by_shard(self, flat: Tensor) -> list[Tensor]:
         """Views, shaped like the shards, of a flat tensor as long as `local_shard`."""
@@ -203,11 +178,6 @@ class FlatParameter:
         for parameter, owners in zip(parameters, self._owners, strict=True):
             for module, name in owners:
                 module._parameters[name] = parameter
-
-
-def shard_of(parameter: Tensor) -> ParameterShard | None:
-    """Return the ParameterShard of a sharded parameter; None if it is not sharded."""
-    return getattr(parameter, "parameter_shard", None)
 
 
 def shard_boundaries(shapes: Sequence[tuple[int, ...]], num_shards: int) -> list[int]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from shardwright.dense.flat_parameter import FlatParameter, ParameterShard, shard_of
+from shardwright.parameter_shard import ParameterShard, ShardedParameters, shard_of
 from shardwright.rectangle import Rectangle, full_rectangle
 
 
@@ -34,14 +34,16 @@ def unshard_state(values: Mapping[str, Tensor], shards: Mapping[str, ParameterSh
     `shards` has the shard of each sharded name; several names may refer to one parameter.
     """
     full_values = dict(values)
-    names_by_shard: dict[FlatParameter, dict[int, list[str]]] = {}
+    names_by_shard: dict[ShardedParameters, dict[int, list[str]]] = {}
     for name, shard in shards.items():
         if shard.matches_shape(values[name]):
-            names_by_shard.setdefault(shard.flat_parameter, {}).setdefault(shard.index, []).append(name)
-    for flat, names in names_by_shard.items():
+            names_by_shard.setdefault(shard.parameters, {}).setdefault(shard.index, []).append(name)
+    for parameters, names in names_by_shard.items():
         first_values = values[next(iter(names.values()))[0]]
-        parts = (values[names[i][0]] if i in names else torch.zeros_like(shard) for i, shard in enumerate(flat.shards))
-        for i, full in enumerate(flat.all_gather_tensors([part.to(first_values.dtype) for part in parts])):
+        parts = (
+            values[names[i][0]] if i in names else torch.zeros_like(shard) for i, shard in enumerate(parameters.shards)
+        )
+        for i, full in enumerate(parameters.all_gather_tensors([part.to(first_values.dtype) for part in parts])):
             for name in names.get(i, ()):
                 full_values[name] = full
     return full_values

@@ -21,8 +21,8 @@ from shardwright.step.slots import issues
 class Bucket:
     """Flat gradients of some parameters, followed by one value per parameter: whether it has a gradient."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], error_feedback: bool) -> None:
-        self.parameters = list(parameters)
+    def __init__(self, parameters: Sequence[nn.Parameter], group: Group, error_feedback: bool) -> None:
+        self.parameters, self.group = list(parameters), group
         sizes = [parameter.numel() for parameter in parameters]
         like = parameters[0]
         self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=like.dtype, device=like.device)
@@ -59,7 +59,7 @@ class Bucket:
 
 
 class ReplicatedModel:
-    """Replicated dense parameters; the constructor broadcasts the values of the group's first rank.
+    """Replicated dense parameters; the constructor broadcasts the values of the first rank that has them.
 
     With `bf16_reduce`, all-reduces are in bf16, with error feedback.
     """
@@ -71,12 +71,14 @@ class ReplicatedModel:
         *,
         bf16_reduce: bool = False,
         stage_of: Callable[[nn.Parameter], str] = lambda _: "reduce",
+        group_of: Callable[[nn.Parameter], Group | None] = lambda _: None,
     ) -> None:
-        """`stage_of`: the name of the plan's stage that reduces a parameter's gradient."""
+        """`stage_of`: the name of the plan's stage that reduces a parameter's gradient. `group_of`: the ranks with
+        replicas of a parameter; None: those of `group`."""
         self.stages = InnerStages()
-        self._group, self._buckets = group, list[Bucket]()
-        for number, bucket_parameters in enumerate(split_into_buckets(parameters)):
-            bucket = Bucket(bucket_parameters, bf16_reduce)
+        self._buckets = list[Bucket]()
+        for number, bucket_parameters in enumerate(split_into_buckets(parameters, group_of=group_of)):
+            bucket = Bucket(bucket_parameters, group_of(bucket_parameters[0]) or group, bf16_reduce)
             bucket.phases = self._bind_stages(bucket, stage_of(bucket_parameters[-1]), f"bucket.{number}")
             self._buckets.append(bucket)
         self._num_issued = 0
@@ -85,7 +87,7 @@ class ReplicatedModel:
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(weak_hook(self._post_accumulate_grad, bucket, index=index))
-        broadcast_values(parameters, group)
+            broadcast_values(reversed(bucket.parameters), bucket.group)
 
     @property
     def residuals(self) -> list[Tensor]:
@@ -150,10 +152,10 @@ class ReplicatedModel:
                 phase.release()
 
     def _bind_stages(self, bucket: Bucket, name: str, slot: str) -> list[InnerStage]:
-        bind, lane = self.stages.bind, self._group.lane
+        bind, group, lane = self.stages.bind, bucket.group, bucket.group.lane
         if bucket.residual is None:
-            return [bind(name, lane, issues(slot, partial(collective.all_reduce, bucket.flat, self._group)))]
-        send = partial(collective.two_phase_all_reduce_bf16, bucket.flat, self._group, bucket.residual)
+            return [bind(name, lane, issues(slot, partial(collective.all_reduce, bucket.flat, group)))]
+        send = partial(collective.two_phase_all_reduce_bf16, bucket.flat, group, bucket.residual)
         phase = f"{slot}.second"
         return [bind(name, lane, issues(phase, send)), bind(name, lane, issues(slot, lambda second: second, (phase,)))]
 
@@ -169,16 +171,19 @@ def broadcast_values(tensors: Iterable[Tensor], group: Group) -> None:
 
 
 def split_into_buckets(
-    parameters: Sequence[nn.Parameter], bucket_bytes: int = GRADIENT_BUCKET_BYTES
+    parameters: Sequence[nn.Parameter],
+    bucket_bytes: int = GRADIENT_BUCKET_BYTES,
+    group_of: Callable[[nn.Parameter], Group | None] = lambda _: None,
 ) -> list[list[nn.Parameter]]:
-    """Group parameters in the order of the backward pass, last first; one dtype and device per bucket."""
+    """Group parameters in the order of the backward pass, last first; one dtype, device and group per bucket."""
     buckets: list[list[nn.Parameter]] = []
-    free_bytes = 0
+    free_bytes, last_kind = 0, None
     for parameter in reversed(parameters):
         size = parameter.numel() * parameter.element_size()
-        kind = (parameter.dtype, parameter.device)
-        if not buckets or size > free_bytes or kind != (buckets[-1][0].dtype, buckets[-1][0].device):
+        kind = (parameter.dtype, parameter.device, id(group_of(parameter)))
+        if not buckets or size > free_bytes or kind != last_kind:
             buckets.append([])
+            last_kind = kind
             free_bytes = bucket_bytes
         buckets[-1].append(parameter)
         free_bytes -= size

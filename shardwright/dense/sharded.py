@@ -30,6 +30,7 @@ from shardwright.dense.flat_parameter import FlatParameter
 from shardwright.dense.replicated import ReplicatedModel
 from shardwright.dense.weak_hook import weak_hook
 from shardwright.errors import UserError
+from shardwright.parameter_shard import shard_of
 from shardwright.step.inner import InnerStage, InnerStages
 from shardwright.step.slots import InFlight, Slots, accesses, issues
 
@@ -329,7 +330,8 @@ def shard_model(
         block = blocks[name]
         kinds: dict[tuple[Any, ...], list[nn.Parameter]] = {}
         for parameter in block.parameters():
-            if all(blocks_of.get(module) == {name} for module, _ in owners[parameter]):
+            is_own = all(blocks_of.get(module) == {name} for module, _ in owners[parameter])
+            if is_own and shard_of(parameter) is None:  # experts are sharded already
                 kind = (parameter.dtype, parameter.device, parameter.requires_grad)
                 kinds.setdefault(kind, []).append(parameter)
         with_owners = ([(parameter, owners[parameter]) for parameter in same_kind] for same_kind in kinds.values())

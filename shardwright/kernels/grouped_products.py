@@ -7,6 +7,7 @@ Shape legend: R rows, ordered by group; G groups; C input channels; H output cha
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +17,89 @@ from shardwright.errors import UserError
 from shardwright.kernels.native import lengths_to_offsets
 from shardwright.library import native_library
 
+FACTORS = "deferred_factors"  # attribute of a weight whose gradient is computed later: a list
+
 
 def grouped_linear(rows_RC: Tensor, weight_GHC: Tensor, sizes_G: Tensor) -> Tensor:
     """(R, H): each row times the transposed weight of its group; `sizes_G`: the rows of each group, on the CPU."""
-    return torch.ops.shardwright.grouped_linear(rows_RC, weight_GHC, sizes_G)
+    factors = getattr(weight_GHC, FACTORS, None)
+    if factors is None:
+        return torch.ops.shardwright.grouped_linear(rows_RC, weight_GHC, sizes_G)
+    device = rows_RC.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        rows_RC, weight_GHC = rows_RC.to(dtype), weight_GHC.to(dtype)
+    return _DeferredLinear.apply(rows_RC, weight_GHC, sizes_G, factors)  # pyright: ignore[reportReturnType]
+
+
+def repeat_by_group(bias_GH: Tensor, sizes_G: Tensor, num_rows: int) -> Tensor:
+    """(R, H): for each row, the numbers of its group."""
+    factors = getattr(bias_GH, FACTORS, None)
+    if factors is not None:
+        return _DeferredRepeat.apply(bias_GH, sizes_G, factors)  # pyright: ignore[reportReturnType]
+    return bias_GH.repeat_interleave(sizes_G.to(bias_GH.device), dim=0, output_size=num_rows)
+
+
+class Factors(NamedTuple):
+    """The gradient of a weight, not yet computed: gradients of outputs, rows, and the rows of each group."""
+
+    gradient_RH: Tensor
+    rows_RC: Tensor
+    sizes_G: Tensor
+
+
+def defer_gradient(weight_GHC: Tensor) -> tuple[Tensor, list[Factors]]:
+    """The same weight, and a list: a backward pass adds `Factors` to it instead of computing the weight's gradient."""
+    alias, factors = weight_GHC.detach().requires_grad_(), list[Factors]()
+    setattr(alias, FACTORS, factors)
+    return alias, factors
+
+
+def weight_gradient(factors: Factors, groups: range, total_GHC: Tensor) -> None:
+    """Add the gradient of the weights of consecutive groups to `total_GHC`, in place.
+
+    Each number is continued in the order of the rows: to the bit as if `total_GHC` had been computed with these rows.
+    """
+    ends = [0, *factors.sizes_G.cumsum(0).tolist()]
+    rows = slice(ends[groups.start], ends[groups.stop])
+    gradient_RH, rows_RC = factors.gradient_RH[rows], factors.rows_RC[rows]
+    sizes_G = factors.sizes_G[groups.start : groups.stop]
+    shape = len(groups), gradient_RH.shape[1], rows_RC.shape[1]
+    if total_GHC.is_contiguous() and _native_for(gradient_RH, total_GHC) is not None:
+        _rows_times_rows(gradient_RH, rows_RC, sizes_G, total_GHC.view(shape), add=True)
+    else:
+        gradient = torch.ops.shardwright.grouped_linear_weight_gradient(gradient_RH, rows_RC, sizes_G)
+        total_GHC += gradient.view_as(total_GHC)
+
+
+class _DeferredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_RC, weight_GHC, sizes_G, factors):
+        ctx.save_for_backward(rows_RC, weight_GHC, sizes_G)
+        ctx.factors = factors
+        return torch.ops.shardwright.grouped_linear(rows_RC, weight_GHC, sizes_G)
+
+    @staticmethod
+    def backward(ctx, grad_RH):
+        rows_RC, weight_GHC, sizes_G = ctx.saved_tensors
+        ctx.factors.append(Factors(grad_RH, rows_RC, sizes_G))
+        is_needed = ctx.needs_input_grad[0]
+        gradient = torch.ops.shardwright.grouped_linear_input_gradient
+        return gradient(grad_RH, weight_GHC, sizes_G) if is_needed else None, None, None, None
+
+
+class _DeferredRepeat(torch.autograd.Function):
+    """The gradient is a product with rows of ones, so that it has the order of summation of other weights."""
+
+    @staticmethod
+    def forward(ctx, bias_GH, sizes_G, factors):
+        ctx.sizes_G, ctx.factors = sizes_G, factors
+        return bias_GH.repeat_interleave(sizes_G, dim=0)
+
+    @staticmethod
+    def backward(ctx, grad_RH):
+        ctx.factors.append(Factors(grad_RH, grad_RH.new_ones(len(grad_RH), 1), ctx.sizes_G))
+        return None, None, None
 
 
 def _linear_op(rows_RC: Tensor, weight_GHC: Tensor, sizes_G: Tensor) -> Tensor:
@@ -51,16 +131,24 @@ def _weight_gradient_op(gradient_RH: Tensor, rows_RC: Tensor, sizes_G: Tensor) -
     num, height, columns = len(sizes_G), gradient_RH.shape[1], rows_RC.shape[1]
     _check(gradient_RH, height, num, sizes_G)
     _check(rows_RC, columns, num, sizes_G)
-    native = _native_for(gradient_RH, rows_RC)
-    if native is None:
+    if _native_for(gradient_RH, rows_RC) is None:
         sizes = sizes_G.tolist()
         pairs = zip(gradient_RH.split(sizes), rows_RC.split(sizes), strict=True)
         return torch.stack([gradient.t() @ rows for gradient, rows in pairs])
+    return _rows_times_rows(gradient_RH, rows_RC, sizes_G, rows_RC.new_empty(num, height, columns), add=False)
+
+
+def _rows_times_rows(gradient_RH: Tensor, rows_RC: Tensor, sizes_G: Tensor, out_GHC: Tensor, *, add: bool) -> Tensor:
+    """Set or continue `out_GHC`: for each group the sum over its rows of gradient x row."""
     gradient_RH, rows_RC, starts = gradient_RH.contiguous(), rows_RC.contiguous(), lengths_to_offsets(sizes_G)
-    out = rows_RC.new_empty(num, height, columns)
-    pointers, is_double = (gradient_RH.data_ptr(), rows_RC.data_ptr(), starts.data_ptr()), out.dtype is torch.float64
-    native.shardwright_rows_times_rows(*pointers, num, height, columns, False, is_double, out.data_ptr())
-    return out
+    pointers, is_double = (
+        (gradient_RH.data_ptr(), rows_RC.data_ptr(), starts.data_ptr()),
+        out_GHC.dtype is torch.float64,
+    )
+    native = native_library()
+    assert native is not None
+    native.shardwright_rows_times_rows(*pointers, *out_GHC.shape, add, is_double, out_GHC.data_ptr())
+    return out_GHC
 
 
 def _check(rows: Tensor, channels: int, num_groups: int, sizes_G: Tensor) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwright.kernels.grouped_products import grouped_linear
+from shardwright.kernels.activations import gelu, swiglu
+from shardwright.kernels.grouped_products import grouped_linear, repeat_by_group
 from shardwright.layers.gates import DROPPED, Routing, TopKGate
 
 
@@ -45,8 +46,7 @@ class LinearExperts(nn.Module):
         out_RH = grouped_linear(rows_RC, self.weight, sizes_E)
         if self.bias is None:
             return out_RH
-        sizes_E = sizes_E.to(out_RH.device)
-        return out_RH + self.bias.repeat_interleave(sizes_E, dim=0, output_size=len(rows_RC)).to(out_RH.dtype)
+        return out_RH + repeat_by_group(self.bias, sizes_E, len(rows_RC)).to(out_RH.dtype)
 
 
 class GeluExperts(nn.Module):
@@ -58,7 +58,7 @@ class GeluExperts(nn.Module):
         self.down = LinearExperts(num_experts, hidden, channels, bias=bias)
 
     def forward(self, rows_RC: Tensor, sizes_E: Tensor) -> Tensor:
-        return self.down(functional.gelu(self.up(rows_RC, sizes_E)), sizes_E)
+        return self.down(gelu(self.up(rows_RC, sizes_E)), sizes_E)
 
 
 class SwiGluExperts(nn.Module):
@@ -71,7 +71,7 @@ class SwiGluExperts(nn.Module):
         self.down = LinearExperts(num_experts, hidden, channels, bias=bias)
 
     def forward(self, rows_RC: Tensor, sizes_E: Tensor) -> Tensor:
-        return self.down(functional.silu(self.gate(rows_RC, sizes_E)) * self.up(rows_RC, sizes_E), sizes_E)
+        return self.down(swiglu(self.gate(rows_RC, sizes_E), self.up(rows_RC, sizes_E)), sizes_E)
 
 
 EXPERTS = MappingProxyType({"gelu": GeluExperts, "swiglu": SwiGluExperts})  # by the MLP of a decoder
@@ -89,22 +89,13 @@ class LocalExperts:
     """All experts are on this device."""
 
     def forward(self, experts: nn.Module, tokens_NC: Tensor, routing: Routing, num_experts: int) -> Tensor:
-        num_chosen = routing.experts_NK.shape[1]
-        chosen = routing.experts_NK.flatten()
-        order_R, sizes_E = _order_by_expert(chosen, num_experts)
-        out_RH = experts(tokens_NC.index_select(0, order_R.div(num_chosen, rounding_mode="floor")), sizes_E)
-        if not len(out_RH):
-            return out_RH.sum(0).expand(len(tokens_NC), -1)  # zeros that belong to the graph
-        positions = torch.zeros_like(chosen)  # a dropped choice takes any row, and then zeros
-        positions = positions.index_copy(0, order_R, torch.arange(len(order_R), device=chosen.device))
-        out_NKH = out_RH.index_select(0, positions).unflatten(0, tuple(routing.experts_NK.shape))
-        if len(order_R) < len(chosen):
-            out_NKH = out_NKH.masked_fill((routing.experts_NK == DROPPED).unsqueeze(2), 0.0)
-        return (out_NKH * routing.weights_NK.unsqueeze(2)).sum(1).to(out_RH.dtype)
+        order_R, sizes_E = order_by_expert(routing.experts_NK.flatten(), num_experts)
+        rows_RC = gather_rows(tokens_NC, order_R, routing.experts_NK.shape[1])
+        return combine_rows(experts(rows_RC, sizes_E), order_R, routing)
 
 
-def _order_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The choices that were not dropped, ordered by expert, and their numbers by expert.
+def order_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The choices that were not dropped, ordered by expert, and their numbers by expert, on the CPU.
 
     On the meta device, where they are unknown, as even as possible.
     """
@@ -115,6 +106,40 @@ def _order_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     sizes_E = torch.bincount(chosen[chosen >= 0], minlength=num_experts).cpu()
     order = chosen.argsort(stable=True)  # dropped choices come first
     return order[len(chosen) - int(sizes_E.sum()) :], sizes_E
+
+
+def gather_rows(tokens_NC: Tensor, order_R: Tensor, num_chosen: int) -> Tensor:
+    """(R, C): the token of each choice in `order_R`. In backward, the gradients of a token's choices are added in the
+    order of the choices, whatever the order of the rows."""
+    return _GatherRows.apply(tokens_NC, order_R, num_chosen)  # pyright: ignore[reportReturnType]
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens_NC, order_R, num_chosen):
+        ctx.save_for_backward(order_R)
+        ctx.shape = (len(tokens_NC), num_chosen)
+        return tokens_NC.index_select(0, order_R.div(num_chosen, rounding_mode="floor"))
+
+    @staticmethod
+    def backward(ctx, grad_RC):
+        num_tokens, num_chosen = ctx.shape
+        (order_R,) = ctx.saved_tensors
+        by_choice = grad_RC.new_zeros(num_tokens * num_chosen, grad_RC.shape[1]).index_copy(0, order_R, grad_RC)
+        return by_choice.view(num_tokens, num_chosen, grad_RC.shape[1]).sum(1), None, None
+
+
+def combine_rows(out_RH: Tensor, order_R: Tensor, routing: Routing) -> Tensor:
+    """(N, H): the weighted sum of each token's rows, which are those of the choices in `order_R`."""
+    experts_NK = routing.experts_NK
+    if not len(out_RH):
+        return out_RH.sum(0).expand(len(experts_NK), -1)  # zeros that belong to the graph
+    positions = experts_NK.new_zeros(experts_NK.numel())  # a dropped choice takes any row, and then zeros
+    positions = positions.index_copy(0, order_R, torch.arange(len(order_R), device=experts_NK.device))
+    out_NKH = out_RH.index_select(0, positions).unflatten(0, tuple(experts_NK.shape))
+    if len(order_R) < experts_NK.numel():
+        out_NKH = out_NKH.masked_fill((experts_NK == DROPPED).unsqueeze(2), 0.0)
+    return (out_NKH * routing.weights_NK.unsqueeze(2)).sum(1).to(out_RH.dtype)
 
 
 class MoE(nn.Module):
@@ -134,9 +159,13 @@ class MoE(nn.Module):
         self.shared = shared
         self.exchange = LocalExperts()
 
+    @property
+    def num_experts(self) -> int:
+        return self.gate.scores.out_features
+
     def forward(self, x_BC: Tensor) -> tuple[Tensor, Tensor]:
         routing = self.gate(x_BC)
-        out_NH = self.exchange.forward(self.experts, x_BC.flatten(0, -2), routing, self.gate.scores.out_features)
+        out_NH = self.exchange.forward(self.experts, x_BC.flatten(0, -2), routing, self.num_experts)
         if self.shared is not None:
             out_NH = out_NH + self.shared(x_BC.flatten(0, -2))
         return out_NH.unflatten(0, x_BC.shape[:-1]), routing.penalty_B

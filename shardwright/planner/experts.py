@@ -12,27 +12,24 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwright.errors import UserError
+from shardwright.spec.expert_rows import IntArray, RowRanges, owners_of
+from shardwright.spec.plan import ExpertCosts, ExpertPlan
 
-IntArray = NDArray[np.int64]
 COMPUTE_PASSES = 3  # forward, gradients of inputs, gradients of weights
 EXCHANGES = 4  # of rows: there and back, forward and backward
 TRANSFERS = 2  # of an expert: its weights, their gradients
+NO_COSTS = ExpertCosts(0.0, 0.0, 0.0)
 BOUNDS = (1.0, 1.05, 1.2, 1.5)  # of a rank's rows over the mean, that copies are tried for
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """Sizes of a mixture of experts, and the rates of every rank. `owners`: the rank of each expert."""
+    """A mixture of experts. `owners`: the rank of each expert; `costs`: equal on all ranks."""
 
     owners: tuple[int, ...]
-    row_flops: float  # of a forward pass
-    row_bytes: float
-    expert_bytes: float
-    flops_per_second: float
-    bytes_per_second: float  # of a rank's link, in each direction
+    costs: ExpertCosts
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +54,8 @@ class Assignment:
 
     @cached_property
     def moved_rows(self) -> int:
-        """The most rows that a rank sends or receives in one exchange: rows are computed where they are if possible."""
-        local_RE = np.minimum(self.chosen_RE, self.computed_RE)
+        """The most rows that a rank sends or receives in one exchange."""
+        local_RE = RowRanges(self.chosen_RE, self.computed_RE, np.array(self.layer.owners)).local_RE
         sent_R, received_R = (self.chosen_RE - local_RE).sum(1), (self.computed_RE - local_RE).sum(1)
         return int(max(sent_R.max(initial=0), received_R.max(initial=0)))
 
@@ -85,16 +82,16 @@ class Assignment:
     @cached_property
     def compute_seconds(self) -> float:
         """Equation 1 for all passes."""
-        return COMPUTE_PASSES * float(self.loads_R.max(initial=0)) * self.layer.row_flops / self.layer.flops_per_second
+        return COMPUTE_PASSES * float(self.loads_R.max(initial=0)) * self.layer.costs.compute_row
 
     @cached_property
     def exchange_seconds(self) -> float:
         """Equation 2 for all exchanges of rows."""
-        return EXCHANGES * self.moved_rows * self.layer.row_bytes / self.layer.bytes_per_second
+        return EXCHANGES * self.moved_rows * self.layer.costs.send_row
 
     @cached_property
     def copy_seconds(self) -> float:
-        return TRANSFERS * self.moved_experts * self.layer.expert_bytes / self.layer.bytes_per_second
+        return TRANSFERS * self.moved_experts * self.layer.costs.send_expert
 
     @cached_property
     def seconds(self) -> float:
@@ -136,14 +133,13 @@ def select_shadows(layer: ExpertLayer, chosen_RE: IntArray) -> list[int]:
 
 def imbalance_seconds(layer: ExpertLayer, most_rows: float) -> float:
     """Equation 7."""
-    computing = COMPUTE_PASSES * most_rows * layer.row_flops / layer.flops_per_second
-    return computing + EXCHANGES * most_rows * layer.row_bytes / layer.bytes_per_second
+    return COMPUTE_PASSES * most_rows * layer.costs.compute_row + EXCHANGES * most_rows * layer.costs.send_row
 
 
 def shadow_seconds(layer: ExpertLayer, num_shadows: int, most_rows: float) -> float:
     """Equation 8."""
-    computing = COMPUTE_PASSES * most_rows * layer.row_flops / layer.flops_per_second
-    return computing + TRANSFERS * num_shadows * layer.expert_bytes / layer.bytes_per_second
+    computing = COMPUTE_PASSES * most_rows * layer.costs.compute_row
+    return computing + TRANSFERS * num_shadows * layer.costs.send_expert
 
 
 def balance(layer: ExpertLayer, chosen_RE: IntArray, bound: float = 1.0) -> Assignment:
@@ -184,3 +180,16 @@ def choose_copies(layer: ExpertLayer, chosen_RE: IntArray) -> Assignment:
     candidates = [without_copies(layer, chosen_RE), with_shadows(layer, chosen_RE, select_shadows(layer, chosen_RE))]
     candidates += [balance(layer, chosen_RE, bound) for bound in BOUNDS]
     return min(candidates, key=lambda assignment: assignment.seconds)
+
+
+def decide(plan: ExpertPlan, chosen_RE: IntArray) -> IntArray | None:
+    """How many rows of each expert every rank computes, by the plan's `copies`; None: no copies."""
+    if plan.copies == "none":
+        return None
+    num_ranks, num_experts = chosen_RE.shape
+    layer = ExpertLayer(tuple(owners_of(num_experts, num_ranks).tolist()), plan.costs or NO_COSTS)
+    if plan.copies == "even":
+        return balance(layer, chosen_RE).computed_RE
+    if plan.copies == "shadows":
+        return with_shadows(layer, chosen_RE, select_shadows(layer, chosen_RE)).computed_RE
+    return choose_copies(layer, chosen_RE).computed_RE

@@ -158,6 +158,8 @@ class StepBindings:
             self.mesh.heartbeat.stage, self.mesh.heartbeat.step = stage, self.num_steps + 1
         for reducer in self.reducers:
             reducer.stages.tracer = slots.tracer
+        for exchange in self.layout.experts.exchanges:
+            exchange.tracer = slots.tracer
         return function(self, slots)
 
     # Batches

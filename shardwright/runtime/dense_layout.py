@@ -1,7 +1,8 @@
 """Lay out the dense model as a plan says: sharded, replicated or offloaded parameters, and their optimizer."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from math import prod
 
@@ -12,13 +13,14 @@ from shardwright.comm.mesh import DEFAULT_LANE, Group, Mesh
 from shardwright.dense.activation_checkpoint import checkpoint_activations
 from shardwright.dense.adam_bf16 import convert_state_dtype
 from shardwright.dense.clip_grad_norm import register_clip_hook
-from shardwright.dense.flat_parameter import shard_of
 from shardwright.dense.offload import offload_optimizer_state, offload_tensor
 from shardwright.dense.pipeline import AbsentModule, Boundaries, PipelineRank, check_cuttable, cut_model
 from shardwright.dense.replicated import ReplicatedModel, broadcast_values
 from shardwright.dense.sharded import ShardedBlock, ShardedModel, ShardingGroups, shard_model
 from shardwright.errors import UserError, did_you_mean
 from shardwright.measure.describe import block_names, meta_twin, sparse_of
+from shardwright.parameter_shard import shard_of
+from shardwright.runtime.expert_layout import ExpertLayout, check_experts, expert_groups
 from shardwright.runtime.materialize import materialize
 from shardwright.spec.calls import reducing_stages
 from shardwright.spec.lanes import DENSE, IDS, PIPE, PIPE_BACKWARD, SHARD_LANES, WIRE
@@ -40,6 +42,7 @@ class DenseLayout:
     shard_groups: tuple[Group, ...] = ()  # groups whose ranks have the other shards
     pipeline: PipelineRank | None = None
     pipeline_groups: tuple[Group, ...] = ()  # groups whose ranks have the other chunks of a pipeline
+    experts: ExpertLayout = field(default_factory=ExpertLayout)
 
     @property
     def residuals(self) -> Sequence[Tensor]:
@@ -60,9 +63,11 @@ class DenseLayout:
         if self.offloaded:
             offload_optimizer_state(optimizer, self.offloaded)
         if clip:
-            sharded = [parameter for parameter in self.parameters if shard_of(parameter)]
-            replicated = [parameter for parameter in self.parameters if not shard_of(parameter)]
-            register_clip_hook(optimizer, sharded, clip, self.shard_groups, replicated, self.pipeline_groups)
+            sharded = [p for p in self.parameters if shard_of(p) and not self.experts.owns(p)]
+            replicated = [p for p in self.parameters if not shard_of(p)]
+            experts = [(parameters, (group,)) for parameters, group in self.experts.by_owners(self.parameters)]
+            parts = [(sharded, self.shard_groups), *experts, (replicated, ())]
+            register_clip_hook(optimizer, parts, clip, self.pipeline_groups)
         return optimizer
 
 
@@ -82,6 +87,7 @@ def mesh_for(plan: Plan, timeout_seconds: float = 60.0) -> Mesh:
     if plan.dense.shard:
         groups += [(lane, plan.dense.shard) for lane in SHARD_LANES]
         groups += [(DENSE, plan.dense.replicate)] if plan.dense.replicate else []
+    groups += expert_groups(plan)
     return Mesh(plan.mesh_axes, groups=groups, timeout_seconds=timeout_seconds)
 
 
@@ -96,6 +102,7 @@ def check_dense_plan(model: nn.Module, plan: Plan) -> None:
     for name in (*(recompute.block for recompute in plan.dense.recompute), *plan.dense.offload):
         if name not in blocks:
             raise UserError(f'the plan names unknown block "{name}"{did_you_mean(name, blocks)}; plan this model again')
+    check_experts(model, plan)
     if plan.pipeline is not None:
         check_cuttable(model)
         num_blocks = len(model.get_submodule("blocks"))  # pyright: ignore[reportArgumentType]
@@ -125,29 +132,32 @@ def distribute_dense(model: nn.Module, plan: Plan, mesh: Mesh) -> DenseLayout:
     pipeline = _cut_for_pipeline(model, plan, mesh) if plan.pipeline is not None else None
     names = [name for name in block_names(model) if plan.dense.shard or name in plan.dense.offload]
     groups = _sharding_groups(plan, mesh) if names else None
-    blocks = _materialize_blocks(model, names, groups, plan.dense.offload, mesh.device)
+    sample_ranks, experts = _dense_group(plan, mesh), ExpertLayout()
+    shard_experts = partial(experts.shard, model, plan, mesh, sample_ranks)
+    blocks = _materialize_blocks(model, names, groups, plan.dense.offload, mesh.device, shard_experts)
     sparse = sparse_of(model)
     table_ids = {id(parameter) for parameter in sparse.parameters()} if sparse else set()
     shard_ids = {id(shard) for block in blocks for unit in block.flat_parameters for shard in unit.shards}
     offloaded = tuple(shard for block in blocks if block.name in plan.dense.offload for shard in block.trained_shards)
     parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in table_ids]
-    sample_ranks = _dense_group(plan, mesh)
     if sample_ranks.size > 1:
-        frozen = [p for p in model.parameters() if not p.requires_grad and id(p) not in table_ids | shard_ids]
+        own_ids = table_ids | shard_ids | set(experts.groups)
+        frozen = [p for p in model.parameters() if not p.requires_grad and id(p) not in own_ids]
         table_state_ids = {id(state) for state in sparse.buffers()} if sparse else set()
         broadcast_values([*frozen, *(b for b in model.buffers() if id(b) not in table_state_ids)], sample_ranks)
     reducers: list[ReplicatedModel | ShardedModel] = []
     for suffix, part in _parts(pipeline):
         own_ids = {id(parameter) for name in part for parameter in model.get_submodule(name).parameters()}
         unsharded = [p for p in parameters if id(p) in own_ids - shard_ids]
+        unsharded = [p for p in unsharded if (replicas := experts.replicas(p)) is None or replicas.size > 1]
         own_blocks = [block for block in blocks if any(_is_inside(block.name, name) for name in part)]
         stages = reducing_stages(plan.stages) if pipeline is None else _bucket_stages(model, part, plan, suffix)
         stage_of = _reducing_stage(model, stages, f"reduce{suffix}")
-        reducers += _make_reducer(plan, unsharded, own_blocks, groups, sample_ranks, stage_of)
+        reducers += _make_reducer(plan, unsharded, own_blocks, groups, sample_ranks, stage_of, experts.replicas)
     shard_groups = (groups.all_gather,) if groups is not None and groups.all_gather.size > 1 else ()
     checkpoint_activations(model, [entry for entry in plan.dense.recompute if _is_present(model, entry.block)])
     pipeline_groups = (mesh.group(plan.pipeline_axes, PIPE),) if pipeline is not None else ()
-    return DenseLayout(parameters, tuple(reducers), offloaded, shard_groups, pipeline, pipeline_groups)
+    return DenseLayout(parameters, tuple(reducers), offloaded, shard_groups, pipeline, pipeline_groups, experts)
 
 
 def _cut_for_pipeline(model: nn.Module, plan: Plan, mesh: Mesh) -> PipelineRank:
@@ -208,12 +218,13 @@ def _make_reducer(
     groups: ShardingGroups | None,
     sample_ranks: Group,
     stage_of: Callable[[nn.Parameter], str],
+    group_of: Callable[[nn.Parameter], Group | None],
 ) -> Iterator[ReplicatedModel | ShardedModel]:
     """What reduces the gradients of these parameters and blocks; nothing on one rank without sharded blocks."""
     is_bf16 = plan.wire.dense == "bfloat16"
     replicated = None
     if unsharded and sample_ranks.size > 1:
-        replicated = ReplicatedModel(unsharded, sample_ranks, bf16_reduce=is_bf16, stage_of=stage_of)
+        replicated = ReplicatedModel(unsharded, sample_ranks, bf16_reduce=is_bf16, stage_of=stage_of, group_of=group_of)
     if groups is not None:
         yield ShardedModel(blocks, groups, replicated, num_prefetched_blocks=plan.dense.ahead, bf16_reduce=is_bf16)
     elif replicated is not None:
@@ -229,26 +240,34 @@ def _is_present(model: nn.Module, block: str) -> bool:
 
 
 def _materialize_blocks(
-    model: nn.Module, names: Sequence[str], groups: ShardingGroups | None, offload: Sequence[str], device: torch.device
+    model: nn.Module,
+    names: Sequence[str],
+    groups: ShardingGroups | None,
+    offload: Sequence[str],
+    device: torch.device,
+    shard_experts: Callable[..., None],
 ) -> list[ShardedBlock]:
-    """Initialize the model and shard these blocks.
+    """Initialize the model, split its experts, and shard these blocks.
 
     Blocks of a model on the meta device are initialized and sharded one by one, so that no rank ever has all weights,
     unless a module that contains the blocks initializes them.
     """
     if groups is None:
         materialize(model, device)
+        shard_experts()
         return []
     offload_functions = dict.fromkeys(offload, offload_tensor)
     sharded: dict[str, list[ShardedBlock]] = {}
 
     def shard(name: str) -> None:
+        shard_experts(name)
         sharded[name] = shard_model(model, names, groups, offload_functions, [name])
 
     materialize(model, device, [name for name in names if device.type == "cpu" or name not in offload_functions], shard)
     for name in names:
         if name not in sharded:
             shard(name)
+    shard_experts()
     return [block for name in names for block in sharded[name]]
 
 

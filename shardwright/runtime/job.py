@@ -189,6 +189,8 @@ class Job:
         self._check_trained()
         if self.plan.pipeline is not None:
             raise UserError("a pipeline trains in job.run: its order of micro-batches is part of the plan")
+        if self.plan.experts:  # the loss's share of the global batch is needed before gradients of experts mix
+            raise UserError("expert parallelism trains in job.run: train there, or plan without it")
         if self._step.accumulation.num_micro_batches > 1:
             raise UserError("accumulate is for job.run: in a user training loop tables update in every backward pass")
         if self._user_loop is not None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.checkpoint.manifest import MODEL_PREFIX
-from shardwright.dense.flat_parameter import ParameterShard
 from shardwright.dense.full_state import local_shape, parameter_rectangle, parameter_shards, unshard_state
 from shardwright.embeddings import full_tables
 from shardwright.embeddings.exchange import ShardedTables
@@ -21,6 +20,7 @@ from shardwright.kernels.matmul import library_in_use
 from shardwright.kernels.rounding import copy_finite
 from shardwright.layers.embedding import ROUNDING_KEY, EmbeddingTables, find_tables
 from shardwright.layers.table_weights import TableWeights
+from shardwright.parameter_shard import ParameterShard
 from shardwright.rectangle import Rectangle, dtype_name, full_rectangle
 from shardwright.runtime.optimizer_state import (
     OPTIMIZER,

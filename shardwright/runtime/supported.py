@@ -30,7 +30,6 @@ def check_supported(plan: Plan, tables: Sequence[Table]) -> None:
     checks = [
         *((f"axes: {role} parallelism", True) for role in sorted(roles - supported_roles)),
         ("pipeline", plan.pipeline is not None and bool(plan.tables)),
-        ("experts", bool(plan.experts)),
         ("wire", is_local and wire_dtypes != {widest_dtype(tables)}),
         ("dense.shard", is_local and bool(plan.dense.shard)),
     ]

@@ -166,11 +166,31 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertPlan:
-    """Expert parallelism: for every expert of a block, the ranks that hold it."""
+class ExpertCosts:
+    """Predicted seconds: to compute a row in forward; to send a row, or the weights of an expert, to another rank."""
 
-    block: str
-    ranks: tuple[tuple[int, ...], ...]
+    compute_row: float
+    send_row: float
+    send_expert: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlan:
+    """Expert parallelism of the mixture at a path of the model.
+
+    Its experts are split over the ranks along `axes`, in order, as evenly as possible; other ranks with different
+    samples have replicas. Rows are exchanged in `groups` steps, between as many groups of consecutive ranks.
+
+    `copies`: which experts are copied to other ranks for a call, once its routing is known. "shadows": those that
+    FasterMoE's Algorithm 1 selects, to all ranks; "even": as many as it takes that no rank computes more rows than the
+    mean, rounded up; "fastest": what takes least time by `costs`, none included.
+    """
+
+    module: str
+    axes: tuple[str, ...]
+    groups: int = 1
+    copies: Literal["none", "shadows", "even", "fastest"] = "none"
+    costs: ExpertCosts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Checks of a plan's tables: shards that do not cover a table exactly once, unknown ranks, rounding not allowed.
+"""Checks of a plan's tables and experts: shards that do not cover a table exactly once, unknown ranks or
+axes, rounding that the plan does not allow.
 
 Coverage is checked by a sweep over the rows of each table, which is fast at 128,000 shards.
 """
@@ -7,6 +8,7 @@ import math
 import re
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -130,10 +132,6 @@ def invalid_ranks(plan: "Plan", *_: object) -> Iterator[str]:
         for rect in table.rects:
             if error := _rank_error(rect.ranks, num):
                 yield f"{_rect_text(rect)} {error}"
-    for block in plan.experts:
-        for index, ranks in enumerate(block.ranks):
-            if error := _rank_error(ranks, num):
-                yield f'expert {index} of block "{block.block}" {error}'
 
 
 def _rank_error(ranks: tuple[int, ...], num: int) -> str | None:
@@ -208,9 +206,25 @@ def unknown_names(plan: "Plan", workload: Workload | None, *_: object) -> Iterat
     recomputed_blocks = tuple(recompute.block for recompute in plan.dense.recompute)
     yield from check_unique("dense.recompute of block", recomputed_blocks)
     yield from check_unique("dense.offload of block", plan.dense.offload)
-    for name in recomputed_blocks + plan.dense.offload + tuple(expert.block for expert in plan.experts):
+    for name in recomputed_blocks + plan.dense.offload:
         if blocks is not None and name not in blocks:
             yield f'the plan names unknown block "{name}"{did_you_mean(name, blocks)}'
+
+
+def invalid_experts(plan: "Plan", *_: object) -> Iterator[str]:
+    sizes = {axis.name: axis.size for axis in plan.axes}
+    yield from check_unique("experts of module", (experts.module for experts in plan.experts))
+    for experts in plan.experts:
+        subject = f'experts of "{experts.module}"'
+        unknown = [axis for axis in experts.axes if axis not in plan.sample_axes]
+        if unknown or not experts.axes:
+            named = f'name axis "{unknown[0]}"' if unknown else "name no axis"
+            yield f"{subject} {named}; wanted some of {', '.join(plan.sample_axes)}, whose ranks have different samples"
+        elif not 1 <= experts.groups <= prod(sizes[axis] for axis in experts.axes):
+            num = prod(sizes[axis] for axis in experts.axes)
+            yield f"{subject} are exchanged between {experts.groups} groups of {num} ranks; wanted 1 to {num}"
+        if experts.copies in ("shadows", "fastest") and experts.costs is None:
+            yield f'{subject} are copied as "{experts.copies}", which needs costs'
 
 
 def _tables_by_name(workload: Workload | None) -> dict[str, Table]:
@@ -244,6 +258,7 @@ CHECKS: tuple[Check, ...] = (
     invalid_rects,
     incomplete_coverage,
     invalid_ranks,
+    invalid_experts,
     invalid_tiers,
     disallowed_sync,
     disallowed_rounding,

@@ -13,10 +13,11 @@ import torch
 from test_steps import SIZE, STEPS, batch, make_model, shard_plan, single_plan, take
 from torch import nn
 
-from shardwright.dense.flat_parameter import FlatParameter, shard_of
+from shardwright.dense.flat_parameter import FlatParameter
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.measure.describe import block_names, describe
+from shardwright.parameter_shard import shard_of
 from shardwright.planner.plan import make_plan
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job

@@ -147,7 +147,7 @@ def clip_shards(sizes: tuple[int, int], max_norm: float) -> tuple[float, Tensor,
     full, values = (torch.randn(size, generator=generator) for size in (sum(sizes), 5))
     shard, replica = nn.Parameter(full.split(sizes)[mesh.rank]), nn.Parameter(values)
     shard.grad, replica.grad = shard.detach().clone(), replica.detach().clone()
-    norm = clip_grad_norm([shard], max_norm, [mesh.group(lane="dense")], [replica])
+    norm = clip_grad_norm([([shard], [mesh.group(lane="dense")]), ([replica], [])], max_norm)
     mesh.close()
     return norm, shard.grad, replica.grad
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from shardwright.comm import collective, flat_collectives
 from shardwright.comm.mesh import Mesh
 from shardwright.dense.activation_checkpoint import checkpoint_activations
-from shardwright.dense.flat_parameter import FlatParameter, shard_boundaries, shard_of
+from shardwright.dense.flat_parameter import FlatParameter, shard_boundaries
 from shardwright.dense.replicated import ReplicatedModel
 from shardwright.dense.sharded import ShardedModel, ShardingGroups, shard_model
 from shardwright.errors import UserError
+from shardwright.parameter_shard import shard_of
 from shardwright.spec.plan import Recompute
 
 LANES = ("dense", "gather", "scatter")

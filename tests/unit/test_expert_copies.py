@@ -19,9 +19,9 @@ from shardwright.planner.experts import (
     with_shadows,
     without_copies,
 )
+from shardwright.spec.plan import ExpertCosts
 
-# A row is one operation and one byte, an expert as many bytes as given; both rates are 1.
-LAYER = ExpertLayer((0, 1, 2), 1.0, 1.0, 10.0, 1.0, 1.0)
+LAYER = ExpertLayer((0, 1, 2), ExpertCosts(compute_row=1.0, send_row=1.0, send_expert=10.0))
 
 
 def test_algorithm_1_by_hand():
@@ -53,14 +53,14 @@ def test_a_bound_below_the_mean_is_refused():
 
 def test_experts_too_large_to_move_stay():
     chosen = np.array([[20, 5, 5], [20, 5, 5], [20, 5, 5]])
-    huge = replace(LAYER, expert_bytes=1e6)
+    huge = replace(LAYER, costs=ExpertCosts(1.0, 1.0, 1e6))
     assert select_shadows(huge, chosen) == [] and choose_copies(huge, chosen).chains() == {}
 
 
 @pytest.mark.parametrize("rows", [60, 61])
 def test_shadowing_pays_where_equations_9_and_10_say(rows):
     """One of two experts has all rows, half of them on each rank: Equation 9 is B > r alpha H, here 4 B > 2 S."""
-    layer = replace(LAYER, owners=(0, 1), expert_bytes=2.0 * 60, flops_per_second=np.inf)
+    layer = ExpertLayer((0, 1), ExpertCosts(0.0, 1.0, 2.0 * 60))
     chosen = np.array([[rows // 2, 0], [rows - rows // 2, 0]])
     assert select_shadows(layer, chosen) == ([0] if rows > 60 else [])
 
@@ -72,7 +72,7 @@ def cases(draw) -> tuple[ExpertLayer, np.ndarray]:
     row = st.lists(st.one_of(st.just(0), st.integers(0, 300)), min_size=experts, max_size=experts)
     chosen = np.array([draw(row) for _ in range(num_ranks)])
     owners = tuple(expert // per_rank for expert in range(experts))
-    return replace(LAYER, owners=owners, expert_bytes=draw(st.sampled_from([1.0, 100.0, 1e5]))), chosen
+    return ExpertLayer(owners, ExpertCosts(1.0, 1.0, draw(st.sampled_from([1.0, 100.0, 1e5])))), chosen
 
 
 @settings(max_examples=200)
@@ -101,16 +101,18 @@ def test_the_choice_is_never_slower_than_no_copies(case):
 @settings(max_examples=100)
 @given(cases())
 def test_rows_and_experts_that_travel(case):
-    """Compared with loops: of each expert, a rank computes its own rows first."""
+    """Compared with loops over rows: those of an expert are in the order of the ranks after its owner."""
     layer, chosen = case
     for assignment in (without_copies(layer, chosen), balance(layer, chosen), choose_copies(layer, chosen)):
         num_ranks, experts = chosen.shape
         sent, received = [0] * num_ranks, [0] * num_ranks
         for expert in range(experts):
-            for rank in range(num_ranks):
-                stays = min(chosen[rank, expert], assignment.computed_RE[rank, expert])
-                sent[rank] += chosen[rank, expert] - stays
-                received[rank] += assignment.computed_RE[rank, expert] - stays
+            ranks = [(layer.owners[expert] + 1 + step) % num_ranks for step in range(num_ranks)]
+            sources = [rank for rank in ranks for _ in range(chosen[rank, expert])]
+            targets = [rank for rank in ranks for _ in range(assignment.computed_RE[rank, expert])]
+            for source, target in zip(sources, targets, strict=True):
+                sent[source] += source != target
+                received[target] += source != target
         assert assignment.moved_rows == max(max(sent), max(received)) and sum(sent) == sum(received)
         links: Counter[tuple[str, int]] = Counter()
         for expert, ranks in assignment.chains().items():

@@ -161,12 +161,12 @@ def test_clip_sums_in_float64_and_leaves_small_gradients():
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (3, 1000, 2)]
     parameters[0].grad, parameters[1].grad = torch.full((3,), 1e-3), torch.full((1000,), 1e-25)
     before = [parameters[0].grad.clone(), parameters[1].grad.clone()]
-    norm = clip_grad_norm(parameters, 1.0)
+    norm = clip_grad_norm([(parameters, ())], 1.0)
     assert norm == pytest.approx(1e-3 * 3**0.5, rel=1e-6)
     assert torch.equal(parameters[0].grad, before[0]) and torch.equal(parameters[1].grad, before[1])
-    small = clip_grad_norm(parameters[1:], 1.0)  # its square is 0 in float32
+    small = clip_grad_norm([(parameters[1:], ())], 1.0)  # its square is 0 in float32
     assert small == pytest.approx(1e-25 * 1000**0.5, rel=1e-6)
-    assert clip_grad_norm(parameters, 1e-4) == pytest.approx(norm)
+    assert clip_grad_norm([(parameters, ())], 1e-4) == pytest.approx(norm)
     torch.testing.assert_close(parameters[0].grad, before[0] * (1e-4 / (norm + 1e-6)))
     assert clip_grad_norm([], 1.0) == 0.0
     with pytest.raises(UserError, match="clip=-1"):

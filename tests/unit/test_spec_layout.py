@@ -146,16 +146,20 @@ def test_the_single_rank_plan_is_legal_and_has_reasons():
             'the plan names unknown block "tpo"; did you mean "top"?',
         ),
         (
-            replace(PLAN, experts=(ExpertPlan("moe", ((0,),)),)),
-            'the plan names unknown block "moe"; allowed: top',
+            replace(PLAN, experts=(ExpertPlan("top.moe", ("data@host",)),)),
+            'experts of "top.moe" name axis "data@host"; wanted some of data@local, whose ranks have different samples',
         ),
         (
             replace(PLAN, allow=("state.bf16",)),
             'allow holds "state.bf16", but the optimizer state of tables is never rounded; remove it',
         ),
         (
-            replace(PLAN, experts=(ExpertPlan("top", ((0,), (1,))),)),
-            'expert 1 of block "top" names ranks (1,); the axes have ranks 0..0',
+            replace(PLAN, experts=(ExpertPlan("top.moe", ("data@local",), groups=2),)),
+            'experts of "top.moe" are exchanged between 2 groups of 1 ranks; wanted 1 to 1',
+        ),
+        (
+            replace(PLAN, experts=(ExpertPlan("top.moe", ("data@local",), copies="fastest"),)),
+            'experts of "top.moe" are copied as "fastest", which needs costs',
         ),
     ],
 )

@@ -1,0 +1,166 @@
+"""Which rows a rank sends where, and in which order it computes those that it receives. Numbers only, no messages.
+
+The rows of each expert are computed in the order of spec/expert_rows.py.
+
+Shape legend: R ranks; E experts; P pieces: the rows of one expert that one rank sends another.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from shardwright.spec.expert_rows import IntArray, RowRanges, owners_of, split_experts
+
+
+def ring_steps(num_ranks: int, num_groups: int, rank: int) -> Iterator[tuple[list[int], list[int]]]:
+    """The ranks that this rank sends to, and receives from, in each step of a pairwise exchange between groups.
+
+    Groups of consecutive ranks form a ring. In step j the ranks of group i send to group i - j and receive from group
+    i + j; step 0 stays inside the group.
+    """
+    bounds = [num_ranks * group // num_groups for group in range(num_groups + 1)]
+    groups = [list(range(start, end)) for start, end in pairwise(bounds)]
+    own = next(number for number, group in enumerate(groups) if rank in group)
+    for step in range(num_groups):
+        yield groups[(own - step) % num_groups], groups[(own + step) % num_groups]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """Rows that are exchanged together, then computed together, and returned.
+
+    `sends`: by rank, a range of the rows in the order in which they are sent; `receives`: by rank, a range of the rows
+    received. `by_expert`: the received rows in the order of experts, and of the rows of each expert; None: they are.
+    `positions`: of the rows, so ordered, among the rows of all steps that are computed with the same weights, in the
+    same order; None: these are all.
+    """
+
+    sends: tuple[tuple[int, slice], ...]
+    receives: tuple[tuple[int, slice], ...]
+    sizes: IntArray  # rows of each expert that this rank owns, or has a copy of
+    by_expert: IntArray | None
+    positions: IntArray | None
+    is_copy: bool = False  # computed with copies of other ranks' experts
+
+    @property
+    def num_received(self) -> int:
+        return int(self.sizes.sum())
+
+    @property
+    def rows_sent(self) -> slice:
+        """All rows that it sends."""
+        ranges = [part for _, part in self.sends]
+        return slice(min(part.start for part in ranges), max(part.stop for part in ranges)) if ranges else slice(0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dispatch:
+    """The exchange of one call of a mixture, as a rank sees it.
+
+    `order`: its rows in the order in which they are sent, as positions in the order of experts. `own`, `copied`: the
+    experts whose rows it computes with its own weights and with copies. `chains`: of all copied experts: the expert,
+    its owner, and the ranks with copies, in the order of its rows.
+    """
+
+    order: IntArray
+    own: range
+    copied: tuple[int, ...]
+    steps: tuple[Step, ...]
+    chains: tuple[tuple[int, int, tuple[int, ...]], ...]
+
+    def sizes(self, *, is_copy: bool) -> IntArray:
+        """The rows of each of its experts, or of each copy, over all steps."""
+        steps = [step.sizes for step in self.steps if step.is_copy == is_copy]
+        num = len(self.copied) if is_copy else len(self.own)
+        return np.array(steps, np.int64).reshape(len(steps), num).sum(0)
+
+
+def make_dispatch(chosen_RE: IntArray, rank: int, num_groups: int = 1, computed_RE: IntArray | None = None) -> Dispatch:
+    """The exchange in which each rank computes `computed_RE` rows of each expert; None: its owner computes all.
+
+    `chosen_RE`: rows of each expert by the rank that has them. Rows for owners are exchanged in `num_groups` steps,
+    then rows for copies in one.
+    """
+    num_ranks, num_experts = chosen_RE.shape
+    owners_E = owners_of(num_experts, num_ranks)
+    own = range(*split_experts(num_experts, num_ranks)[rank])
+    ranges = RowRanges(chosen_RE, computed_RE, owners_E)
+    to_RE, from_RE = ranges.sent_by(rank), ranges.sent_to(rank)
+    is_owner_RE = np.arange(num_ranks)[:, None] == owners_E
+    has_copies = bool((to_RE * ~is_owner_RE).any() or from_RE[:, [e for e in range(num_experts) if e not in own]].any())
+    everyone = list(range(num_ranks))
+    kinds = [(targets, sources, False) for targets, sources in ring_steps(num_ranks, num_groups, rank)]
+    kinds += [(everyone, everyone, True)] if has_copies else []
+    starts_E = np.cumsum(chosen_RE[rank]) - chosen_RE[rank]
+    begins_RE = starts_E + np.maximum(ranges.start_RE - ranges.before_RE[rank], 0)
+    copied = tuple(int(e) for e in np.flatnonzero(from_RE.sum(0)) if e not in own)
+    orders, builders, sent = [], list[_StepBuilder](), 0
+    for targets, sources, is_copy in kinds:
+        masked_RE = to_RE * (~is_owner_RE if is_copy else is_owner_RE)
+        order, sends = _send_order(masked_RE, begins_RE, targets, sent)
+        sent += len(order)
+        orders.append(order)
+        builders.append(_StepBuilder(sends, from_RE, copied if is_copy else own, sources, ranges.order_RE, is_copy))
+    return Dispatch(np.concatenate(orders), own, copied, tuple(_finish(builders)), tuple(ranges.chains()))
+
+
+def _send_order(
+    to_RE: IntArray, begins_RE: IntArray, targets: Sequence[int], sent: int
+) -> tuple[IntArray, tuple[tuple[int, slice], ...]]:
+    """The rows for these ranks, by rank and expert; and the range of each rank, after `sent` rows."""
+    sizes_RE = to_RE[targets]
+    ends = [*accumulate(sizes_RE.sum(1).tolist(), initial=sent)]
+    sends = tuple((target, slice(*ends)) for target, ends in zip(targets, pairwise(ends), strict=True))
+    return _concatenate_ranges(begins_RE[targets].ravel(), sizes_RE.ravel()), sends
+
+
+class _StepBuilder:
+    """The pieces that a rank receives in a step, and their order."""
+
+    def __init__(
+        self,
+        sends: tuple[tuple[int, slice], ...],
+        from_RE: IntArray,
+        experts: Sequence[int],
+        sources: Sequence[int],
+        order_RE: IntArray,
+        is_copy: bool,
+    ) -> None:
+        self.sends, self.is_copy = sends, is_copy
+        experts_E = np.array(experts, np.int64)
+        received_RE = from_RE[sources][:, experts_E]
+        ends = [*accumulate(received_RE.sum(1).tolist(), initial=0)]
+        self.receives = tuple((source, slice(*ends)) for source, ends in zip(sources, pairwise(ends), strict=True))
+        self.sizes = received_RE.sum(0)
+        sizes_P = received_RE.ravel()
+        expert_P = np.tile(np.arange(len(experts_E)), len(sources))
+        order_P = order_RE[sources][:, experts_E].ravel()
+        by_expert_P = np.lexsort((order_P, expert_P))
+        starts_P = np.cumsum(sizes_P) - sizes_P
+        self.by_expert = _concatenate_ranges(starts_P[by_expert_P], sizes_P[by_expert_P])
+        self.is_sorted = bool((np.diff(self.by_expert) == 1).all())
+        self.keys = np.stack((expert_P, order_P, sizes_P))[:, by_expert_P]
+
+
+def _finish(builders: Sequence[_StepBuilder]) -> Iterator[Step]:
+    for builder in builders:
+        alike = [other for other in builders if other.is_copy == builder.is_copy]
+        positions = None
+        if len(alike) > 1:
+            expert_P, order_P, sizes_P = np.concatenate([other.keys for other in alike], 1)
+            by_expert_P = np.lexsort((order_P, expert_P))
+            starts_P = np.empty_like(sizes_P)
+            starts_P[by_expert_P] = np.cumsum(sizes_P[by_expert_P]) - sizes_P[by_expert_P]
+            first = sum(other.keys.shape[1] for other in alike[: alike.index(builder)])
+            own_P = slice(first, first + builder.keys.shape[1])
+            positions = _concatenate_ranges(starts_P[own_P], sizes_P[own_P])
+        by_expert = None if builder.is_sorted else builder.by_expert
+        yield Step(builder.sends, builder.receives, builder.sizes, by_expert, positions, builder.is_copy)
+
+
+def _concatenate_ranges(starts_P: IntArray, sizes_P: IntArray) -> IntArray:
+    """start, start + 1, ... of each piece, one piece after the other."""
+    ends_P = np.cumsum(sizes_P)
+    return np.repeat(starts_P - ends_P + sizes_P, sizes_P) + np.arange(ends_P[-1] if len(ends_P) else 0)

@@ -1,0 +1,128 @@
+"""Expert parallelism: experts split over ranks, rows exchanged in steps, copies. Compared with one process, and to the
+bit with plain expert parallelism."""
+
+import os
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_gpt_ranks import SIZE, TOKENS, VOCABULARY, adam, tokens
+from test_moe_ranks import EXPERTS, PLANS, STEPS
+
+from shardwright.experts.exchange import ParallelExperts
+from shardwright.layers.decoder import GPT2, LLAMA
+from shardwright.models.gpt import GPT
+from shardwright.runtime.build import build
+from shardwright.spec.lanes import EXPERT_LANES
+from shardwright.spec.plan import ExpertPlan, Plan
+
+HOST, LOCAL = "data@host", "data@local"
+BOTH = (HOST, LOCAL)
+
+
+def make_model(num_experts: int = 4, groups: int = 1, form: str = "llama", dtype: torch.dtype = torch.float64) -> GPT:
+    torch.manual_seed(4)
+    shape = {"vocabulary": VOCABULARY, "context": TOKENS, "channels": 16, "num_blocks": 4, "num_heads": 2}
+    experts = replace(EXPERTS, num_experts=num_experts, groups=groups)
+    return GPT(**shape, form=replace(LLAMA if form == "llama" else GPT2, experts=experts)).to(dtype)
+
+
+def with_experts(plan: Plan, axes: tuple[str, ...], groups: int = 1, copies: str = "none") -> Plan:
+    experts = tuple(ExpertPlan(f"blocks.{block}.mlp", axes, groups, copies) for block in range(4))
+    return replace(plan, experts=experts, lanes=(*plan.lanes, *EXPERT_LANES))
+
+
+def draw_copies(chosen_RE: np.ndarray) -> np.ndarray:
+    """Every row is computed by a drawn rank; the same draw on all ranks."""
+    draw = np.random.default_rng(int((chosen_RE * np.arange(1, chosen_RE.size + 1).reshape(chosen_RE.shape)).sum()))
+    num_ranks = len(chosen_RE)
+    return np.stack([draw.multinomial(total, [1 / num_ranks] * num_ranks) for total in chosen_RE.sum(0)], 1)
+
+
+def train(plan: Plan, accumulate: int, model: dict, decide=None, steps: int = STEPS, bounds: tuple[int, ...] = ()):
+    """Logits and penalties by step, if this rank has them; and the state of the job."""
+    with ExitStack() as stack:
+        if plan.num_ranks == 4 and not plan.pipeline:
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setenv("LOCAL_WORLD_SIZE", "2")
+            patch.setenv("LOCAL_RANK", str(int(os.environ["RANK"]) % 2))
+        job = build(make_model(**model), plan, optimizer=adam, accumulate=accumulate)
+        stack.callback(job.mesh.close)
+        for module in job.model.modules():
+            exchange = getattr(module, "exchange", None)
+            if decide is not None and isinstance(exchange, ParallelExperts):
+                exchange.decide = decide
+        index, size = plan.position(job.mesh.rank, plan.sample_axes)
+        start, stop = bounds[index : index + 2] if bounds else (SIZE * index // size, SIZE * (index + 1) // size)
+        outputs = [*job.run(tokens(step, start, stop, sample_weights=True) for step in range(steps))]
+        state = {name: tensor.clone() for name, tensor in job.state().tensors.items()}
+        return [output.logits for output in outputs if output.has_scores], state
+
+
+def join(answers) -> list[tuple[torch.Tensor, ...]]:
+    """The logits and penalties of all samples, by step."""
+    parts = [logits for logits, _ in answers if logits]
+    return [tuple(torch.cat([part[step][i] for part in parts]) for i in range(2)) for step in range(len(parts[0]))]
+
+
+def check_close(answers, expected, tolerance: float) -> None:
+    expected_steps, expected_state = expected
+    for step, pairs in enumerate(zip(join(answers), expected_steps, strict=True)):
+        for mine, other in zip(*pairs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=tolerance, msg=lambda m, n=step: f"step {n}: {m}")
+    for name, tensor in expected_state.items():
+        if tensor.is_floating_point():
+            mine = answers[0][1][name]
+            torch.testing.assert_close(mine, tensor, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+CASES = [  # strategy, axes of the experts, groups, copies, accumulate, model
+    ("DDP", BOTH, 1, None, 1, {}),
+    ("DDP", BOTH, 4, None, 2, {"num_experts": 6}),
+    ("DDP", BOTH, 2, draw_copies, 1, {"form": "gpt2"}),
+    ("DDP", (LOCAL,), 2, draw_copies, 1, {"num_experts": 3}),
+    ("DDP, recomputed", (HOST,), 2, draw_copies, 1, {}),
+    ("FSDP", BOTH, 2, None, 1, {}),
+    ("FSDP", BOTH, 4, draw_copies, 2, {}),
+    ("HSDP", (LOCAL,), 2, None, 1, {}),
+    ("HSDP, recomputed, offloaded", (HOST,), 1, draw_copies, 1, {}),
+    ("PP 2 x FSDP 2", (LOCAL,), 2, draw_copies, 1, {}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "axes", "groups", "decide", "accumulate", "model"), CASES)
+def test_split_experts_train_as_in_one_process(ranks, strategy, axes, groups, decide, accumulate, model):
+    plan, num_groups = PLANS[strategy]
+    copies = "none" if decide is None else "even"
+    parallel = with_experts(plan, axes, groups, copies)
+    expected = train(single_plan_of(model), accumulate, {**model, "groups": num_groups})
+    answers = ranks.run(plan.num_ranks, train, parallel, accumulate, model, decide)
+    check_close(answers, expected, 1e-10)
+
+
+def single_plan_of(model: dict) -> Plan:
+    from shardwright.measure.describe import describe
+    from shardwright.runtime.planning import plan_single_process
+
+    plan = plan_single_process(make_model(**model), describe(make_model(**model), tokens(0)), ())
+    return replace(plan, dense=replace(plan.dense, dtype="float64", state="float64"))
+
+
+@pytest.mark.parametrize("form", ["llama", "gpt2"])
+def test_groups_and_copies_are_exact_to_the_bit(ranks, form):
+    """In float32, over 20 steps, logits, weights and optimizer state."""
+    model = {"form": form, "dtype": torch.float32, "num_experts": 6}
+    base = PLANS["DDP"][0]
+    base = replace(
+        base, dense=replace(base.dense, dtype="float32", state="float32"), wire=replace(base.wire, dense="float32")
+    )
+    plain = ranks.run(4, train, with_experts(base, BOTH), 1, model)
+    for groups, copies, decide in ((2, "none", None), (4, "none", None), (1, "even", None), (2, "even", draw_copies)):
+        answers = ranks.run(4, train, with_experts(base, BOTH, groups, copies), 1, model, decide)
+        for mine, other in zip(answers, plain, strict=True):
+            assert all(
+                torch.equal(*pair) for step in zip(mine[0], other[0], strict=True) for pair in zip(*step, strict=True)
+            )
+            assert [name for name, tensor in other[1].items() if not torch.equal(tensor, mine[1][name])] == []
