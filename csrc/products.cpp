@@ -77,10 +77,10 @@ void rows_times_matrices(const ProductKernelsOf<T>& kernels, const T* rows, cons
 
 template <typename T>
 void rows_times_rows(const ProductKernelsOf<T>& kernels, const T* left, const T* right, const int64_t* starts,
-                     int64_t groups, int64_t height, int64_t columns, bool add, T* out) {
+                     int64_t groups, int64_t height, int64_t columns, int64_t left_stride, bool add, T* out) {
   multiply_groups(kernels, groups, columns, [&](int64_t group) {
     const int64_t start = starts[group];
-    return Product<T>{left + start * height, 1, height, height, starts[group + 1] - start,
+    return Product<T>{left + start * left_stride, 1, left_stride, height, starts[group + 1] - start,
                       right + start * columns, columns, false, out + group * height * columns, add};
   });
 }
@@ -102,14 +102,15 @@ SHARDWRIGHT_API void shardwright_rows_times_matrices(const void* rows, const voi
                         static_cast<float*>(out));
 }
 
-// out (groups, height, columns) = or += sum over the rows of each group of left (R, height) x right (R, columns).
+// out (groups, height, columns) = or += sum over the rows of each group of left (R, height) x right (R, columns). Rows of
+// left begin `left_stride` numbers apart.
 SHARDWRIGHT_API void shardwright_rows_times_rows(const void* left, const void* right, const int64_t* starts,
-                                                 int64_t groups, int64_t height, int64_t columns, int64_t add,
-                                                 int64_t doubles, void* out) {
+                                                 int64_t groups, int64_t height, int64_t columns, int64_t left_stride,
+                                                 int64_t add, int64_t doubles, void* out) {
   if (doubles)
     rows_times_rows(product_kernels().of_doubles, static_cast<const double*>(left), static_cast<const double*>(right),
-                    starts, groups, height, columns, add, static_cast<double*>(out));
+                    starts, groups, height, columns, left_stride, add, static_cast<double*>(out));
   else
     rows_times_rows(product_kernels().of_floats, static_cast<const float*>(left), static_cast<const float*>(right),
-                    starts, groups, height, columns, add, static_cast<float*>(out));
+                    starts, groups, height, columns, left_stride, add, static_cast<float*>(out));
 }

@@ -44,7 +44,7 @@ SIGNATURES = MappingProxyType(
         "pair_dots": (None, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p),
         "pair_gradients": (None, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p),
         "rows_times_matrices": (None, *[c_void_p] * 3, *[c_int64] * 5, c_void_p),
-        "rows_times_rows": (None, *[c_void_p] * 3, *[c_int64] * 5, c_void_p),
+        "rows_times_rows": (None, *[c_void_p] * 3, *[c_int64] * 6, c_void_p),
         "gelu": (None, c_void_p, c_int64, c_int64, c_void_p),
         "gelu_gradient": (None, c_void_p, c_void_p, c_int64, c_int64, c_void_p),
         "swiglu": (None, c_void_p, c_void_p, c_int64, c_int64, c_void_p),

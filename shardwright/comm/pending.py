@@ -62,6 +62,13 @@ class Waiter:
         self._last: ChainedWork | None = None
         self._queue: SimpleQueue[Pending[Any] | None] = SimpleQueue()
         self._thread: Thread | None = None
+        self._sender: Waiter | None = None
+
+    @property
+    def sender(self) -> "Waiter":
+        """Another waiter, for sends in turn: here each would wait for the receives issued before it."""
+        self._sender = self._sender or Waiter()
+        return self._sender
 
     def chain(self, run: Callable[[], None]) -> ChainedWork:
         """Create a work that runs after all that were chained before it."""
@@ -78,11 +85,15 @@ class Waiter:
         """End the thread once all its works have ended or failed; does not block."""
         self.retained_works = []
         self._queue.put(None)
+        if self._sender is not None:
+            self._sender.stop()
 
     def join(self) -> None:
         """Wait for the thread after `stop`: inside torch at the exit of Python it would crash the process."""
         if self._thread is not None:
             self._thread.join(self.JOIN_TIMEOUT_SECONDS)
+        if self._sender is not None:
+            self._sender.join()
 
     def _run(self) -> None:
         while (pending := self._queue.get()) is not None:

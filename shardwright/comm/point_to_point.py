@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwright.comm.codec import Codec
 from shardwright.comm.collective import PLAIN, issue_works
 from shardwright.comm.mesh import Group
-from shardwright.comm.pending import Pending
+from shardwright.comm.pending import Pending, ready
 from shardwright.errors import UserError
 
 
@@ -49,37 +49,44 @@ def receive(specs: Sequence[TensorSpec], member: int, group: Group, codec: Codec
     )
 
 
-def exchange_in_turn(
-    inputs: Sequence[tuple[int, Tensor]], outputs: Sequence[tuple[int, Tensor]], group: Group
-) -> Pending[None]:
-    """Send tensors to members, and receive into tensors from members, once this rank's last such exchange has ended.
+def receive_into(pairs: Sequence[tuple[int, Tensor]], group: Group) -> Pending[None]:
+    """Receive a message from each member into a contiguous tensor; pairs are (member, tensor)."""
+    pairs = [(member, x.detach()) for member, x in pairs if x.numel()]
+    for member, _ in pairs:
+        _check_member(member, group, "receive_into")
+    if not pairs:
+        return ready(None)
+    return issue_works(group, lambda: None, lambda: [_receive(x, member, group) for member, x in pairs])
 
-    Exchanges issued together thus do not share this rank's link: the first ends first. Pairs are (member, contiguous
-    tensor); on a lane all messages must be exchanged in turn, or all at once, by any number of calls.
+
+def send_in_turn(pairs: Sequence[tuple[int, Tensor]], group: Group) -> Pending[None]:
+    """Send a contiguous tensor to each member once what was sent in turn before, on this lane, has left.
+
+    Messages issued together thus do not share this rank's link: the first arrives first.
     """
-    sends, receives = ([(member, x.detach()) for member, x in pairs if x.numel()] for pairs in (inputs, outputs))
-    for member, _ in (*sends, *receives):
-        _check_member(member, group, "exchange_in_turn")
-
-    waiter = group.waiter
+    pairs = [(member, x.detach()) for member, x in pairs if x.numel()]
+    for member, _ in pairs:
+        _check_member(member, group, "send_in_turn")
+    if not pairs:
+        return ready(None)
+    sender = group.waiter.sender if group.waiter is not None else None
 
     def start() -> list[Any]:
-        return [_receive(into, member, group) for member, into in receives] + [
-            _send(x, member, group) for member, x in sends
-        ]
+        return [_send(x, member, group) for member, x in pairs]
 
     def run() -> None:
         for work in start():
             work.wait()
 
-    # On a GPU, without a waiter, the stream keeps the order.
-    return issue_works(group, lambda: None, start if waiter is None else lambda: [waiter.chain(run)])
+    if sender is None:  # on a GPU, where a stream keeps the order
+        return issue_works(group, lambda: None, start)
+    return Pending(lambda: None, [sender.chain(run)], group.heartbeat, buffers=run, waiter=sender)
 
 
 def relay_in_turn(pieces: Sequence[Tensor], chain: Sequence[int], group: Group) -> Pending[None]:
     """Copy tensors of the chain's first member into those of the others, each handing every piece on to the next.
 
-    In turn, like `exchange_in_turn`. Members of the chain call it, and nobody else.
+    One relay after the other on this lane. Members of the chain call it, and nobody else.
     """
     position = chain.index(group.index)
     before = chain[position - 1] if position else None

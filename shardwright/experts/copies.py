@@ -6,11 +6,14 @@ Phases: forward   each expert's owner sends its weights to the first rank of the
 
 The chain has the order of the rows (experts/dispatch.py), so that a gradient is the sum, in the same order and to the
 bit, that the owner would compute alone. The optimizer's state stays with the owner. Ranks continue the gradients of
-which they are first in the chain first, so that no two ranks wait for each other.
+which they are first in the chain first, then those of which they are second, and so on, so that no two ranks wait for
+each other.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 from torch import Tensor
 
@@ -19,6 +22,9 @@ from shardwright.comm.pending import Pending
 from shardwright.comm.point_to_point import TensorSpec, receive, relay_in_turn, send
 from shardwright.experts.dispatch import Dispatch
 from shardwright.experts.weights import CallWeights
+
+RELAY_BYTES = 1 << 18  # of weights that are handed on at once
+GRADIENT_BYTES = 1 << 19  # of gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,11 @@ class Copies:
         self._buffers = {name: weight.new_empty(num, *weight.shape[1:]) for name, weight in own.items()}
         self.weights = CallWeights(self._buffers, dispatch.sizes(is_copy=True))
         self._links = sorted(self._make_links(), key=lambda link: (link.position, link.expert))
-        self._received: dict[tuple[int, str], Pending[list[Tensor]]] = {}
+        self._parts = [*_parts_of(own)]
+        self._received: dict[tuple[int, str, int], Pending[list[Tensor]]] = {}
+        links = (link for link in self._links if link.after is not None)
+        self._unsent = deque((link, *part) for link, part in product(links, self._parts))
+        self._sent: list[Pending[None]] = []
 
     @property
     def copied_out(self) -> list[int]:
@@ -49,11 +59,12 @@ class Copies:
 
     def send_weights(self) -> Pending[None]:
         """Issue the copying of weights; `wait()` returns once this rank's copies have them."""
-        pending = [
-            relay_in_turn([rows[self._index(expert)] for rows in self._rows(expert).values()], chain, self._group)
-            for expert, chain in ((expert, (owner, *ranks)) for expert, owner, ranks in self._dispatch.chains)
-            if self._group.index in chain
-        ]
+        pending: list[Pending[None]] = []
+        for expert, owner, ranks in self._dispatch.chains:
+            if self._group.index in (owner, *ranks):
+                weights = [rows[self._index(expert)].view(-1) for rows in self._rows(expert).values()]
+                parts = [part for weight in weights for part in weight.split(RELAY_BYTES // weight.itemsize)]
+                pending.append(relay_in_turn(parts, (owner, *ranks), self._group))
 
         def wait() -> None:
             for work in pending:
@@ -63,31 +74,37 @@ class Copies:
 
     def receive_gradients(self) -> None:
         """Issue the receiving of gradients over the rows of the ranks before this one."""
-        specs = {name: TensorSpec((1, *rows.shape[1:]), rows.dtype) for name, rows in self._own.items()}
         for link in self._links:  # in the order in which the rank before sends them
             if link.before is not None:
-                for name, spec in specs.items():
-                    self._received[link.expert, name] = receive([spec], link.before, self._group)
+                for name, outputs in self._parts:
+                    rows = self._own[name][:0, outputs]
+                    spec = TensorSpec(rows.shape[1:], rows.dtype)
+                    self._received[link.expert, name, outputs.start] = receive([spec], link.before, self._group)
 
-    def continue_gradients(self) -> None:
-        """Continue the gradients of this rank's copies, and send them on."""
-        sent: list[Pending[None]] = []
-        for link in self._links:
-            if link.after is None:
-                continue
-            index = self._dispatch.copied.index(link.expert)
-            for name, rows in self._own.items():
-                partial = rows.new_zeros(1, *rows.shape[1:])
-                if link.before is not None:
-                    partial = self.received_gradient(link.expert, name)
-                self.weights.add_gradient(name, range(index, index + 1), partial)
-                sent.append(send([partial], link.after, self._group))
-        for pending in sent:
+    def continue_gradients(self, *, only_ready: bool = False) -> None:
+        """Continue the gradients of this rank's copies, and send them on; `only_ready`: as far as they have arrived."""
+        while self._unsent:
+            link, name, outputs = self._unsent[0]
+            received = self._received.get((link.expert, name, outputs.start))
+            if only_ready and received is not None and not received.is_settled:
+                return
+            self._unsent.popleft()
+            rows = self._own[name][:0, outputs]
+            partial = rows.new_zeros(rows.shape[1:])
+            if received is not None:
+                partial = self._received.pop((link.expert, name, outputs.start)).wait()[0]
+            self.weights.add_gradient(name, self._dispatch.copied.index(link.expert), partial, outputs)
+            assert link.after is not None
+            self._sent.append(send([partial], link.after, self._group))
+
+    def received_gradients(self, expert: int) -> Iterator[tuple[str, slice, Tensor]]:
+        """The gradients of an expert over the rows of the ranks before this one: by parameter, and rows of it."""
+        for name, outputs in self._parts:
+            yield name, outputs, self._received.pop((expert, name, outputs.start)).wait()[0]
+
+    def wait_until_sent(self) -> None:
+        for pending in self._sent:
             pending.wait()
-
-    def received_gradient(self, expert: int, name: str) -> Tensor:
-        """The gradient of an expert over the rows of the ranks before this one."""
-        return self._received.pop((expert, name)).wait()[0]
 
     def _rows(self, expert: int) -> Mapping[str, Tensor]:
         return self._own if expert in self._dispatch.own else self._buffers
@@ -105,3 +122,11 @@ class Copies:
                 before = chain[position - 1] if position else None
                 after = chain[position + 1] if position + 1 < len(chain) else None
                 yield _Link(expert, position, before, after)
+
+
+def _parts_of(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, slice]]:
+    """The parts in which an expert's gradients are handed on: of each parameter, ranges of rows."""
+    for name, weight in weights.items():
+        num_rows, row_bytes = weight.shape[1], weight[:0, :1].new_empty(weight.shape[2:]).nbytes
+        step = max(1, GRADIENT_BYTES // max(1, row_bytes))
+        yield from ((name, slice(start, min(start + step, num_rows))) for start in range(0, num_rows, step))

@@ -48,12 +48,6 @@ class Step:
     def num_received(self) -> int:
         return int(self.sizes.sum())
 
-    @property
-    def rows_sent(self) -> slice:
-        """All rows that it sends."""
-        ranges = [part for _, part in self.sends]
-        return slice(min(part.start for part in ranges), max(part.stop for part in ranges)) if ranges else slice(0)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dispatch:
@@ -81,7 +75,7 @@ def make_dispatch(chosen_RE: IntArray, rank: int, num_groups: int = 1, computed_
     """The exchange in which each rank computes `computed_RE` rows of each expert; None: its owner computes all.
 
     `chosen_RE`: rows of each expert by the rank that has them. Rows for owners are exchanged in `num_groups` steps,
-    then rows for copies in one.
+    then rows for copies in as many.
     """
     num_ranks, num_experts = chosen_RE.shape
     owners_E = owners_of(num_experts, num_ranks)
@@ -90,9 +84,8 @@ def make_dispatch(chosen_RE: IntArray, rank: int, num_groups: int = 1, computed_
     to_RE, from_RE = ranges.sent_by(rank), ranges.sent_to(rank)
     is_owner_RE = np.arange(num_ranks)[:, None] == owners_E
     has_copies = bool((to_RE * ~is_owner_RE).any() or from_RE[:, [e for e in range(num_experts) if e not in own]].any())
-    everyone = list(range(num_ranks))
     kinds = [(targets, sources, False) for targets, sources in ring_steps(num_ranks, num_groups, rank)]
-    kinds += [(everyone, everyone, True)] if has_copies else []
+    kinds += [(targets, sources, True) for targets, sources, _ in kinds if has_copies]
     starts_E = np.cumsum(chosen_RE[rank]) - chosen_RE[rank]
     begins_RE = starts_E + np.maximum(ranges.start_RE - ranges.before_RE[rank], 0)
     copied = tuple(int(e) for e in np.flatnonzero(from_RE.sum(0)) if e not in own)

@@ -5,16 +5,16 @@ Phases: counts   all-gather how many rows each rank has for each expert; every r
         backward the same steps with gradients in place of rows: send, compute gradients of inputs, return; the
                  gradients of weights are computed last, while returned gradients are in flight
 
-All sends of a call are issued at once, and each step's outputs are returned as soon as they are computed; a rank's
-exchanges take turns on lane `experts`, all sends before all returns, so that no two ranks wait for each other. A rank
-without rows, or without experts, takes part in every step.
+All rows of a call are issued at once and leave one message after the other, on lane `experts`, so that the first step's
+arrive first; each step's outputs follow as soon as they are computed. Receives are posted early, so that no rank waits
+for another to send. A rank without rows, or without experts, takes part in every step.
 
 Shape legend: N tokens; C, H channels; E experts; R ranks; K experts per token. Rows of tensors are written as R, too.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain, count, pairwise, product
+from itertools import chain, count, product
 from weakref import finalize
 
 import numpy as np
@@ -25,8 +25,8 @@ from torch.func import functional_call
 
 from shardwright.comm import collective
 from shardwright.comm.mesh import Group
-from shardwright.comm.pending import Pending, ready
-from shardwright.comm.point_to_point import exchange_in_turn
+from shardwright.comm.pending import Pending
+from shardwright.comm.point_to_point import receive_into, send_in_turn
 from shardwright.experts.copies import Copies
 from shardwright.experts.dispatch import Dispatch, Step, make_dispatch
 from shardwright.experts.weights import CallWeights
@@ -168,96 +168,101 @@ class _Call:
         return self._copies.weights
 
     def _weight_gradients(self) -> list[Tensor]:
-        """By weight. First of experts without copies, then those of copies, then those that other ranks continued."""
-        own, copied_out = self._dispatch.own, self._copies.copied_out if self._copies is not None else []
+        """By weight: of experts without copies, in between those of copies as partial gradients arrive, then of experts
+        that other ranks have copies of."""
+        own, copies = self._dispatch.own, self._copies
+        copied_out = copies.copied_out if copies is not None else []
         totals = {name: torch.zeros_like(alias) for name, alias in self._own.aliases.items()}
-        bounds = [own.start - 1, *copied_out, own.stop]
-        for before, after in pairwise(bounds):
-            experts = range(before + 1 - own.start, after - own.start)
-            for name, total in totals.items() if experts else ():
-                self._own.add_gradient(name, experts, total[experts.start : experts.stop])
-        if self._copies is not None:
-            self._copies.continue_gradients()
-            for expert, name in product(copied_out, totals):
-                index = own.index(expert)
-                total = totals[name][index : index + 1].copy_(self._copies.received_gradient(expert, name))
-                self._own.add_gradient(name, range(index, index + 1), total)
+        for expert, name in product((expert for expert in own if expert not in copied_out), totals):
+            if copies is not None:
+                copies.continue_gradients(only_ready=True)
+            self._own.add_gradient(name, own.index(expert), totals[name][own.index(expert)])
+        if copies is not None:
+            copies.continue_gradients()
+            for expert in copied_out:
+                for name, outputs, partial in copies.received_gradients(expert):
+                    total = totals[name][own.index(expert)][outputs].copy_(partial)
+                    self._own.add_gradient(name, own.index(expert), total, outputs)
+            copies.wait_until_sent()
         return [*totals.values()]
 
     def _exchange(
         self, rows: Tensor, compute: Compute, begin: Callable[[], None], finish: Callable[[], None] = _nothing
     ) -> Tensor:
         """Send rows, compute, return. `begin`: run while the first rows are in flight; `finish`: the last results."""
-        results, steps = _Results(len(rows)), self._dispatch.steps
-        calls = [self._bind_step(number, step, rows, compute, results) for number, step in enumerate(steps)]
+        transfers = _Transfers(rows, self._owner.group)
+        calls = [self._bind_step(number, step, transfers, compute) for number, step in enumerate(self._dispatch.steps)]
         self._stages.tracer = self._owner.tracer
         self._stages.run(*(send for send, _, _ in calls))
         begin()
-        for _, run, back in calls:
-            self._stages.run(run, back)
+        self._stages.run(calls[0][1], *(back for _, _, back in calls), *(run for _, run, _ in calls[1:]))
         finish()
         for stage in chain.from_iterable(calls):
             stage.wait_for_value()
             stage.release()
-        return results.rows
+        return transfers.finish()
 
     def _bind_step(
-        self, number: int, step: Step, rows: Tensor, compute: Compute, results: "_Results"
+        self, number: int, step: Step, transfers: "_Transfers", compute: Compute
     ) -> tuple[InnerStage, InnerStage, InnerStage]:
-        """The stages of a step: send, compute, return."""
+        """The stages of a step: exchange rows, compute and send outputs, receive outputs. The last knows the width of
+        outputs once the first step has been computed."""
         bind, name, lane = self._stages.bind, self._owner.name, self._owner.group.lane
         received, computed = f"received.{number}", f"computed.{number}"
 
         @accesses(reads=(received,), writes=(computed,))
         def run(slots: Slots) -> None:
-            slots[computed] = _in_order_received(step, compute(number, step, _by_expert(step, slots[received])))
+            outputs = compute(number, step, _by_expert(step, slots[received]))
+            transfers.send_back(step, _in_order_received(step, outputs))
+            slots[computed] = True
 
-        send = issues(received, partial(_send, step, rows, self._owner.group))
-        back = issues(f"returned.{number}", partial(_return, step, results, self._owner.group), (computed,))
+        send = issues(received, partial(transfers.exchange_rows, step))
+        back = issues(f"returned.{number}", partial(transfers.receive_results, step))
         return bind(f"send {name}", lane, send), bind(f"experts {name}", MAIN, run), bind(f"return {name}", lane, back)
 
 
-class _Results:
-    """The rows that an exchange returns, in the order in which rows were sent."""
+class _Transfers:
+    """The messages of an exchange: `rows` out, and results back, in the order in which the rows were sent."""
 
-    def __init__(self, num_rows: int) -> None:
-        self._num_rows = num_rows
-        self._rows: Tensor | None = None
+    def __init__(self, rows: Tensor, group: Group) -> None:
+        self._rows, self._group = rows, group
+        self._results: Tensor | None = None
+        self._sent: list[Pending[None]] = []
 
-    def like(self, outputs: Tensor) -> Tensor:
-        """The rows, with the width and dtype of these outputs."""
-        if self._rows is None:
-            self._rows = outputs.new_empty(self._num_rows, outputs.shape[1])
-        return self._rows
+    def exchange_rows(self, step: Step) -> Pending[Tensor]:
+        """Issue the exchange of a step's rows; `wait()` returns those received."""
+        received = self._rows.new_empty(step.num_received, *self._rows.shape[1:])
+        self._copy_own(self._rows, step.sends, received, step.receives)
+        pending = receive_into(self._others(received, step.receives), self._group)
+        self._sent.append(send_in_turn(self._others(self._rows, step.sends), self._group))
+        return pending.then(lambda _: received)
 
-    @property
-    def rows(self) -> Tensor:
-        assert self._rows is not None
-        return self._rows
+    def send_back(self, step: Step, outputs: Tensor) -> None:
+        """Issue the sending of a step's outputs to the ranks of its rows."""
+        if self._results is None:
+            self._results = outputs.new_empty(len(self._rows), outputs.shape[1])
+        self._copy_own(outputs, step.receives, self._results, step.sends)
+        self._sent.append(send_in_turn(self._others(outputs, step.receives), self._group))
 
+    def receive_results(self, step: Step) -> Pending[None]:
+        """Issue the receiving of the results of a step's rows."""
+        assert self._results is not None
+        return receive_into(self._others(self._results, step.sends), self._group)
 
-def _send(step: Step, rows: Tensor, group: Group) -> Pending[Tensor]:
-    """Issue the exchange of a step's rows; `wait()` returns those received."""
-    received = rows.new_empty(step.num_received, *rows.shape[1:])
-    return _transfer(rows, step.sends, received, step.receives, group).then(lambda _: received)
+    def finish(self) -> Tensor:
+        """The results, once all that this rank sends has left."""
+        for pending in self._sent:
+            pending.wait()
+        assert self._results is not None
+        return self._results
 
+    def _copy_own(self, rows: Tensor, parts: Ranges, into: Tensor, into_parts: Ranges) -> None:
+        own = self._group.index
+        if own in (mine := dict(parts)):
+            into[dict(into_parts)[own]].copy_(rows[mine[own]])
 
-def _return(step: Step, results: _Results, group: Group, outputs: Tensor) -> Pending[None]:
-    """Issue the return of a step's outputs, into the results of the ranks that sent the rows."""
-    return _transfer(outputs, step.receives, results.like(outputs), step.sends, group)
-
-
-def _transfer(rows: Tensor, parts: Ranges, into: Tensor, into_parts: Ranges, group: Group) -> Pending[None]:
-    """Send ranges of rows to ranks, and receive into ranges from ranks; this rank's are copied."""
-    own = {rank: part for rank, part in into_parts if rank == group.index}
-    for rank, part in parts:
-        if rank == group.index:
-            into[own[rank]].copy_(rows[part])
-    inputs = [(rank, rows[part]) for rank, part in parts if rank != group.index]
-    outputs = [(rank, into[part]) for rank, part in into_parts if rank != group.index]
-    if not any(len(x) for _, x in (*inputs, *outputs)):
-        return ready(None)
-    return exchange_in_turn(inputs, outputs, group)
+    def _others(self, rows: Tensor, parts: Ranges) -> list[tuple[int, Tensor]]:
+        return [(rank, rows[part]) for rank, part in parts if rank != self._group.index]
 
 
 def _by_expert(step: Step, rows: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from shardwright.experts.dispatch import Step
 from shardwright.kernels.grouped_products import Factors, defer_gradient, weight_gradient
 from shardwright.spec.expert_rows import IntArray
 
+EVERYTHING = slice(None)
+
 
 class CallWeights:
     """Weights by name of a parameter, experts first.
@@ -46,14 +48,14 @@ class CallWeights:
                 self._sums[name] = self._sums[name] + other if name in self._sums else other
         return of_inputs
 
-    def add_gradient(self, name: str, experts: range, total: Tensor) -> None:
-        """Continue `total`, the gradient of these experts' weights over earlier rows, in place."""
+    def add_gradient(self, name: str, expert: int, total: Tensor, outputs: slice = EVERYTHING) -> None:
+        """Continue `total`, the gradient of an expert's weight over earlier rows, in place; `outputs`: rows of it."""
         if name not in self._joined:
             self._joined[name] = [self._join(use) for use in zip(*self._factors[name], strict=True)]
         for factors in self._joined[name]:  # a weight may be used several times
-            weight_gradient(factors, experts, total)
+            weight_gradient(factors, range(expert, expert + 1), total, outputs)
         if name in self._sums:
-            total += self._sums[name][experts.start : experts.stop]
+            total += self._sums[name][expert, outputs]
 
     def _join(self, factors: Sequence[Factors]) -> Factors:
         """The factors of several steps as if all rows had come in one."""

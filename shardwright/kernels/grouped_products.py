@@ -55,21 +55,21 @@ def defer_gradient(weight_GHC: Tensor) -> tuple[Tensor, list[Factors]]:
     return alias, factors
 
 
-def weight_gradient(factors: Factors, groups: range, total_GHC: Tensor) -> None:
-    """Add the gradient of the weights of consecutive groups to `total_GHC`, in place.
+def weight_gradient(factors: Factors, groups: range, total_GHC: Tensor, outputs: slice) -> None:
+    """Add the gradient of some rows of the weights of consecutive groups to `total_GHC`, in place; `outputs`: the rows.
 
-    Each number is continued in the order of the rows: to the bit as if `total_GHC` had been computed with these rows.
+    Each number is continued in the order of the factors' rows: to the bit as if the call that computed `total_GHC` had
+    also had these rows.
     """
     ends = [0, *factors.sizes_G.cumsum(0).tolist()]
     rows = slice(ends[groups.start], ends[groups.stop])
-    gradient_RH, rows_RC = factors.gradient_RH[rows], factors.rows_RC[rows]
+    gradient_RH, rows_RC = factors.gradient_RH[rows, outputs], factors.rows_RC[rows]
     sizes_G = factors.sizes_G[groups.start : groups.stop]
-    shape = len(groups), gradient_RH.shape[1], rows_RC.shape[1]
-    if total_GHC.is_contiguous() and _native_for(gradient_RH, total_GHC) is not None:
-        _rows_times_rows(gradient_RH, rows_RC, sizes_G, total_GHC.view(shape), add=True)
+    total_GHC = total_GHC.view(len(groups), gradient_RH.shape[1], rows_RC.shape[1])
+    if _native_for(gradient_RH, total_GHC) is not None:
+        _rows_times_rows(gradient_RH, rows_RC, sizes_G, total_GHC, add=True)
     else:
-        gradient = torch.ops.shardwright.grouped_linear_weight_gradient(gradient_RH, rows_RC, sizes_G)
-        total_GHC += gradient.view_as(total_GHC)
+        total_GHC += torch.ops.shardwright.grouped_linear_weight_gradient(gradient_RH, rows_RC, sizes_G)
 
 
 class _DeferredLinear(torch.autograd.Function):
@@ -140,14 +140,13 @@ def _weight_gradient_op(gradient_RH: Tensor, rows_RC: Tensor, sizes_G: Tensor) -
 
 def _rows_times_rows(gradient_RH: Tensor, rows_RC: Tensor, sizes_G: Tensor, out_GHC: Tensor, *, add: bool) -> Tensor:
     """Set or continue `out_GHC`: for each group the sum over its rows of gradient x row."""
-    gradient_RH, rows_RC, starts = gradient_RH.contiguous(), rows_RC.contiguous(), lengths_to_offsets(sizes_G)
-    pointers, is_double = (
-        (gradient_RH.data_ptr(), rows_RC.data_ptr(), starts.data_ptr()),
-        out_GHC.dtype is torch.float64,
-    )
     native = native_library()
     assert native is not None
-    native.shardwright_rows_times_rows(*pointers, *out_GHC.shape, add, is_double, out_GHC.data_ptr())
+    gradient_RH = gradient_RH if gradient_RH.stride(1) == 1 else gradient_RH.contiguous()
+    rows_RC, starts = rows_RC.contiguous(), lengths_to_offsets(sizes_G)
+    pointers = gradient_RH.data_ptr(), rows_RC.data_ptr(), starts.data_ptr()
+    stride, is_double = gradient_RH.stride(0), out_GHC.dtype is torch.float64
+    native.shardwright_rows_times_rows(*pointers, *out_GHC.shape, stride, add, is_double, out_GHC.data_ptr())
     return out_GHC
 
 

@@ -17,6 +17,7 @@ from shardwright.spec.workload import Dtype, Table, Workload, state_dtype, table
 
 ExchangeMode = Literal["vectors", "rows"]
 RecomputePolicy = Literal["nothing", "products"]
+CopyPolicy = Literal["none", "shadows", "even", "fastest"]
 # Operators whose outputs a recomputed block saves under RecomputePolicy "products".
 SAVED_PRODUCT_OPS = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution", "grouped_linear"))
 
@@ -189,7 +190,7 @@ class ExpertPlan:
     module: str
     axes: tuple[str, ...]
     groups: int = 1
-    copies: Literal["none", "shadows", "even", "fastest"] = "none"
+    copies: CopyPolicy = "none"
     costs: ExpertCosts | None = None
 
 

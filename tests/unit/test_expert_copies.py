@@ -35,7 +35,7 @@ def test_algorithm_1_by_hand():
     assert shadowed.loads_R.tolist() == [20, 35, 35]
     assert shadowed.chains() == {0: [1, 2]}
     # The complete model: ranks 1 and 2 still receive 10 rows each; rank 1 hands expert 0 on to rank 2.
-    assert shadowed.seconds == 3 * 35 + 4 * 10 + 2 * 10
+    assert shadowed.seconds == 3 * 35 + 4 * 10 + 2.5 * 10
 
 
 def test_algorithm_1_counts_rows_by_expert_not_by_source():
