@@ -44,7 +44,7 @@ from shardwright.planner.experts import (
 )
 from shardwright.spec.plan import ExpertCosts, ExpertPlan
 
-STEPS = 1  # of a turn, each forward and backward
+STEPS, WARMUP_STEPS = 1, 1  # of a turn, each forward and backward
 EVEN_STEPS, SMALLEST = f"{EVEN}, steps", "4 x 1"
 SETTINGS = {
     "4 x 1": Shape((Host(uplink="230mbit", cpu=0.45),) * 4),
@@ -57,17 +57,11 @@ def assignment_of(side: str, workload: str, number: int, num_ranks: int, costs: 
     """What each rank computes on this side."""
     counts_RE = counts_of(workload, number, num_ranks)
     layer = ExpertLayer(tuple(expert // EXPERTS_PER_RANK for expert in range(counts_RE.shape[1])), costs)
-    computed_RE = decide(ExpertPlan("moe", (), 1, SIDES[side][0], costs), counts_RE)
+    policy, in_steps = SIDES[side]
+    computed_RE = decide(ExpertPlan("moe", (), num_ranks if in_steps else 1, policy, costs), counts_RE)
     if computed_RE is None:
         return without_copies(layer, counts_RE)
     return Assignment(layer, counts_RE, computed_RE)
-
-
-def overlapped_seconds(assignment: Assignment) -> float:
-    """The bound of overlap, forward and backward, each with half of the messages."""
-    messages = (assignment.exchange_seconds + assignment.copy_seconds) / 2
-    forward = assignment.compute_seconds / COMPUTE_PASSES
-    return max(messages, forward) + max(messages, 2 * forward)
 
 
 def measure_setting(setting: str, workloads: Sequence[str], num_rounds: int) -> Iterator[Line]:
@@ -84,12 +78,10 @@ def measure_workload(setting: str, workload: str, num_rounds: int, client: TurnC
     turns = {name: f"{name}:{workload}" for name in SIDES} | {EVEN: f"plain:{EVEN}", EVEN_STEPS: f"steps:{EVEN}"}
     timed = client.run_turn(COSTS, 0, 0)
     costs = ExpertCosts(**timed)
-    for name in ("plain", "ours"):
-        client.run_turn(f"{turns[name]}:0", 1, 0)
     for number in range(num_rounds):
         names = [*turns]
         for name in (*names[number % len(names) :], *names[: number % len(names)]):
-            reply = client.run_turn(f"{turns[name]}:{number}", 0, STEPS)
+            reply = client.run_turn(f"{turns[name]}:{number}", WARMUP_STEPS, STEPS)
             seconds.setdefault(name, []).append(reply["seconds"])
         print(f"{setting}, {workload}: round {number + 1} of {num_rounds}", file=sys.stderr)
     even_rows = ROWS * (num_ranks - 1) / num_ranks
@@ -107,7 +99,7 @@ def measure_workload(setting: str, workload: str, num_rounds: int, client: TurnC
             "ideal_share": ratios(seconds[EVEN_STEPS], times),
             "predicted": round(median(assignment.seconds for assignment in assignments), 3),
             "predicted_over_measured": ratios([assignment.seconds for assignment in assignments], times),
-            "bound": round(median(overlapped_seconds(assignment) for assignment in assignments), 3),
+            "bound": round(median(assignment.overlapped_seconds for assignment in assignments), 3),
             "copies": [len(assignment.copies[0]) for assignment in assignments],
             "most_rows_over_mean": [round(assignment.loads_R.max() / ROWS, 3) for assignment in assignments],
             "Pi1": round(COMPUTE_PASSES * ROWS * costs.compute_row / (EXCHANGES * even_rows * costs.send_row), 3),

@@ -68,6 +68,7 @@ def worker(folder: str) -> None:
     from shardwright.comm.mesh import Mesh, world_size
     from shardwright.experts.exchange import ParallelExperts
     from shardwright.experts.parameters import OwnedExperts
+    from shardwright.kernels.native import retain_freed_memory
     from shardwright.layers.gates import TopKGate
     from shardwright.layers.moe import GeluExperts, MoE
     from shardwright.planner.experts import decide
@@ -75,6 +76,7 @@ def worker(folder: str) -> None:
     from shardwright.spec.plan import ExpertCosts, ExpertPlan
 
     torch.set_num_threads(1)
+    retain_freed_memory()  # as `build` does
     size, axes = world_size(), ("data@host",)
     groups = [(MAIN, ()), (EXPERTS, axes), (COPIES, axes)]
     mesh = Mesh((("data@host", size),), groups=groups, timeout_seconds=TIMEOUT_SECONDS)

@@ -101,6 +101,12 @@ class Assignment:
         """The complete model: unlike Equation 8 with the rows that are still exchanged."""
         return self.compute_seconds + self.exchange_seconds + self.copy_seconds
 
+    @cached_property
+    def overlapped_seconds(self) -> float:
+        """The least time if messages overlap with computation: in forward, a third of it, and in backward."""
+        messages, forward = (self.exchange_seconds + self.copy_seconds) / 2, self.compute_seconds / COMPUTE_PASSES
+        return max(messages, forward) + max(messages, self.compute_seconds - forward)
+
 
 def without_copies(layer: ExpertLayer, chosen_RE: IntArray) -> Assignment:
     """Every row is computed by the owner of its expert."""
@@ -178,11 +184,14 @@ def balance(layer: ExpertLayer, chosen_RE: IntArray, bound: float = 1.0) -> Assi
     return Assignment(layer, chosen_RE, np.array(computed, np.int64).reshape(chosen_RE.shape))
 
 
-def choose_copies(layer: ExpertLayer, chosen_RE: IntArray) -> Assignment:
-    """The fastest by the complete model of: no copies, Algorithm 1's shadows, and balancing within `BOUNDS`."""
+def choose_copies(layer: ExpertLayer, chosen_RE: IntArray, *, overlap: bool = False) -> Assignment:
+    """The fastest by the complete model of: no copies, Algorithm 1's shadows, and balancing within `BOUNDS`.
+
+    With `overlap`, by the bound of overlap, and of equal bounds the fastest without.
+    """
     candidates = [without_copies(layer, chosen_RE), with_shadows(layer, chosen_RE, select_shadows(layer, chosen_RE))]
     candidates += [balance(layer, chosen_RE, bound) for bound in BOUNDS]
-    return min(candidates, key=lambda assignment: assignment.seconds)
+    return min(candidates, key=lambda each: (each.overlapped_seconds if overlap else each.seconds, each.seconds))
 
 
 def decide(plan: ExpertPlan, chosen_RE: IntArray) -> IntArray | None:
@@ -195,4 +204,4 @@ def decide(plan: ExpertPlan, chosen_RE: IntArray) -> IntArray | None:
         return balance(layer, chosen_RE).computed_RE
     if plan.copies == "shadows":
         return with_shadows(layer, chosen_RE, select_shadows(layer, chosen_RE)).computed_RE
-    return choose_copies(layer, chosen_RE).computed_RE
+    return choose_copies(layer, chosen_RE, overlap=plan.groups > 1).computed_RE

@@ -44,8 +44,9 @@ def run_ranks(mode: str, seconds: float) -> list[list[str]]:
     return [by_rank[1:] for by_rank in lines]
 
 
-def test_all_other_ranks_name_a_rank_that_dies():
-    for survivor in (lines := run_ranks("gone", 10))[0], lines[2]:
+@pytest.mark.parametrize("mode", ["gone", "experts"])
+def test_all_other_ranks_name_a_rank_that_dies(mode):
+    for survivor in (lines := run_ranks(mode, 10))[0], lines[2]:
         seconds, _, error = survivor[0].partition(" ")
         assert error.startswith(
             "rank 1 has sent no heartbeat for 2 s, while this rank is in sum gradients of step 3"

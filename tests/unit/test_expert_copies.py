@@ -96,6 +96,8 @@ def test_the_choice_is_never_slower_than_no_copies(case):
     best = choose_copies(layer, chosen)
     assert best.seconds <= without_copies(layer, chosen).seconds
     assert best.seconds <= with_shadows(layer, chosen, select_shadows(layer, chosen)).seconds
+    overlapped = choose_copies(layer, chosen, overlap=True)
+    assert overlapped.overlapped_seconds <= min(best.overlapped_seconds, overlapped.seconds)
 
 
 @settings(max_examples=100)
