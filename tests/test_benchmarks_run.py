@@ -12,7 +12,18 @@ from benchmarks import results_file
 from benchmarks.dependencies import ROOT
 from benchmarks.scripts import SCRIPTS
 
-NEEDS_LAB = ("cost_model", "exchange", "hsdp", "ingest", "pipeline", "precision", "recipes", "serving", "sharding")
+NEEDS_LAB = (
+    "cost_model",
+    "exchange",
+    "hsdp",
+    "ingest",
+    "moe",
+    "pipeline",
+    "precision",
+    "recipes",
+    "serving",
+    "sharding",
+)
 PICTURES = {"sharding_picture": "sharding-2cores.json", "dhen_picture": "dhen_published-simulated.json"}
 
 

@@ -8,18 +8,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import test_steps as clicks
 import torch
+from test_dense_plans import DDP, plan_dense
 from test_gpt_ranks import SIZE, TOKENS, VOCABULARY, adam, tokens
 from test_moe_ranks import EXPERTS, PLANS, STEPS
+from torch import nn
 
 from shardwright.checkpoint.step_directories import checkpoint_path
+from shardwright.errors import UserError
 from shardwright.experts.exchange import ParallelExperts
 from shardwright.layers.decoder import GPT2, LLAMA
+from shardwright.layers.moe import MoEMLP, MoESpec
 from shardwright.measure.describe import describe
 from shardwright.models.gpt import GPT
 from shardwright.runtime.build import build
 from shardwright.runtime.planning import plan_single_process
 from shardwright.spec.lanes import EXPERT_LANES
+from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.plan import ExpertPlan, Plan
 
 HOST, LOCAL = "data@host", "data@local"
@@ -47,7 +53,7 @@ def draw_copies(chosen_RE: np.ndarray) -> np.ndarray:
 
 
 def train(plan: Plan, accumulate: int, model: dict, decide=None, steps: int = STEPS, bounds: tuple[int, ...] = ()):
-    """Logits and penalties by step, if this rank has them; and the state of the job."""
+    """Logits and penalties of each step and of an evaluation, if this rank has them; and the state of the job."""
     with ExitStack() as stack:
         if plan.num_ranks == 4 and not plan.pipeline:
             patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -62,6 +68,7 @@ def train(plan: Plan, accumulate: int, model: dict, decide=None, steps: int = ST
         index, size = plan.position(job.mesh.rank, plan.sample_axes)
         start, stop = bounds[index : index + 2] if bounds else (SIZE * index // size, SIZE * (index + 1) // size)
         outputs = [*job.run(tokens(step, start, stop, sample_weights=True) for step in range(steps))]
+        outputs += job.evaluate([tokens(100, start, stop, sample_weights=True)])
         state = {name: tensor.clone() for name, tensor in job.state().tensors.items()}
         return [output.logits for output in outputs if output.has_scores], state
 
@@ -175,3 +182,38 @@ def test_checkpoints_continue_under_any_split_of_the_experts(ranks, tmp_path, sa
         if expected is None:
             expected = (join(answers), answers[0][1])
         check_close(answers, expected, 0.0 if name == saved else 1e-10)
+
+
+def make_click_model() -> nn.Module:
+    """DLRM whose top MLP has mixtures of experts."""
+    model = clicks.make_model(RowWiseAdaGrad(0.1))
+    model.dense.top = MoEMLP(8 + model.dense.interaction.out_features, [16, 8], 1, MoESpec(5, 2)).double()
+    return model
+
+
+def train_click_model(plan: Plan) -> list[torch.Tensor]:
+    with ExitStack() as stack:
+        if plan.num_ranks == 4:
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setenv("LOCAL_WORLD_SIZE", "2")
+            patch.setenv("LOCAL_RANK", str(int(os.environ["RANK"]) % 2))
+        job = build(make_click_model(), plan, optimizer=adam)
+        stack.callback(job.mesh.close)
+        rank, size = job.mesh.rank, plan.num_ranks
+        num = clicks.SIZE
+        batches = (clicks.take(clicks.batch(step), num * rank // size, num * (rank + 1) // size) for step in range(10))
+        if plan.experts:
+            with pytest.raises(UserError, match="expert parallelism trains in job.run"):
+                next(iter(job.loader(batches)))
+        return [output.logits for output in job.run(batches)]
+
+
+def test_experts_of_models_with_tables(ranks):
+    plan = plan_dense(make_click_model(), DDP, 4)
+    experts = tuple(ExpertPlan(f"dense.top.layers.{layer}", BOTH, 2, "even") for layer in range(2))
+    plan = replace(plan, experts=experts, lanes=(*plan.lanes, *EXPERT_LANES))
+    expected = train_click_model(clicks.single_plan(make_click_model()))
+    answers = ranks.run(4, train_click_model, plan)
+    for step, logits in enumerate(expected):
+        mine = torch.cat([answer[step] for answer in answers])
+        torch.testing.assert_close(mine, logits, rtol=0, atol=1e-10, msg=lambda m, n=step: f"step {n}: {m}")
