@@ -61,6 +61,8 @@ def test_every_benchmark_has_a_smallest_case():
             "embedding_peers",
             "hsdp_model",
             "live_memory",
+            "moe_routing",
+            "moe_sides",
             "pipeline_sides",
             "placement_torchrec",
             "results_file",
