@@ -1,5 +1,8 @@
 """Routing for benchmarks/moe.py: rows of each expert by rank, recorded or generated."""
 
+from functools import cache
+from io import BytesIO
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -7,13 +10,12 @@ IntArray = NDArray[np.int64]
 SEED = 5
 
 
+@cache
 def read_trace(path: str) -> IntArray:
     """(iterations, ranks, layers, micro-batches, experts) of a recorded run: expert_counts_u16.npy.zst."""
     import pyarrow
 
     with pyarrow.input_stream(path, compression="zstd") as stream:
-        from io import BytesIO
-
         return np.load(BytesIO(stream.read())).astype(np.int64)
 
 

@@ -28,10 +28,6 @@ def expert_bytes() -> int:
     return 2 * ALPHA * CHANNELS**2 * 4
 
 
-def row_flops() -> int:
-    return 4 * ALPHA * CHANNELS**2
-
-
 def counts_of(workload: str, number: int, num_ranks: int) -> Any:
     """Rows of each expert by rank: a workload's draw."""
     num_experts = EXPERTS_PER_RANK * num_ranks

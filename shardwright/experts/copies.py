@@ -127,6 +127,6 @@ class Copies:
 def _parts_of(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, slice]]:
     """The parts in which an expert's gradients are handed on: of each parameter, ranges of rows."""
     for name, weight in weights.items():
-        num_rows, row_bytes = weight.shape[1], weight[:0, :1].new_empty(weight.shape[2:]).nbytes
+        num_rows, row_bytes = weight.shape[1], weight.itemsize * weight.shape[2:].numel()
         step = max(1, GRADIENT_BYTES // max(1, row_bytes))
         yield from ((name, slice(start, min(start + step, num_rows))) for start in range(0, num_rows, step))
