@@ -1,134 +1,155 @@
-"""Expert parallelism of one layer, forward and backward, under every policy, with recorded and generated routing.
+"""Expert parallelism of one layer, forward and backward, under every policy, against rivals, on several workloads.
 
-    python -m benchmarks.moe [--trace FILE] [--rounds N] [--on SETTING ...] [--write NAME]
+    python -m benchmarks.moe [--trace FILE] [--rounds N] [--on SETTING ...] [--workloads NAME ...] [--sides NAME ...]
+                             [--into FILE] [--write NAME]
 
 As root. For each setting a lab is created: hosts, links and CPU quotas are emulated. All sides run in one job, in an
-order that rotates each round; a round is one draw of the routing, the same for all sides. The layer has 384 channels,
-1,536 inside an expert (alpha = 4), two experts a rank and 5,760 rows a rank.
+order that rotates each round; a round is one draw of the routing, the same for all sides: of each a warm-up and a step
+that is timed. The layer has 384 channels, 1,536 inside an expert (alpha = 4), two experts and 5,760 rows a rank. By
+default three rounds of zipf, drift and, with --trace, trace: estimated at 2 minutes a round on four ranks and 5 on
+eight, an hour and a half in all; W0 to W7, by name, take 45 minutes on four ranks.
 
 Sides: "plain", expert parallelism in one all-to-all there and back, as FastMoE does; "plain, again", the A/A floor;
 "shadows", FasterMoE's Algorithm 1; "steps", its pairwise exchange between groups, one rank each; "shadows, steps",
 both; "even, steps", copies so that no rank computes more rows than the mean; "ours", the fastest of all by the complete
-model (planner/experts.py), in steps. "even routing", plain and in steps, has as many rows for every expert: the ideal.
+model (planner/experts.py), in steps. Rival policies, in our dispatch, in steps (moe_policies.py): "EPLB", from the
+counts of the draw before (in the trace, of the same layer); "LLEP"; "quota", as UltraEP. Rival executions
+(moe_rivals.py): "GShard, capacity 1.2", padded, which DROPS tokens (`dropped`: their share); "ZeRO-2" and "ZeRO-3", all
+experts on every rank. "even routing", plain, in steps and ours, has as many rows for every expert: in steps it is the
+force-balanced ideal. "plain, computation" and "plain, messages" are the parts of plain alone, for the predictor.
 
-Workloads: "zipf", exponent 1.2, another order of the experts each round; "trace", FILE, drawn iterations and layers.
+Workloads (moe_routing.py): "zipf", exponent 1.2, another order of the experts each round, so that EPLB's history tells
+nothing; "drift", popularity that changes slowly; "trace", FILE, drawn iterations and layers; "W0" to "W7" as
+Megatron-LM's: balanced, hot set, hot rank, spread hot, source-ragged, zero-expert rank, rotating, burst.
 
-A JSON line for each side: seconds, and its gain over "plain" in the same round (median, least, most). `predicted`: the
-complete model's seconds, without overlap, from rows and links timed in the same job (`costs`); `bound`: what overlap of
-all computation with all messages would leave. `ideal_share`: seconds of even routing in steps / seconds. `Pi1`: time of
-computation / exchange of even rows; `Pi2`: rows a rank / (alpha H).
+--into: a line for each round, appended once all its sides are known, since sides are compared within a round; rounds in
+FILE are not repeated, so that a run can be cut and continued, or extended by other settings, workloads and sides (start
+another FILE when the code changes). Lines are printed and written from all rounds in FILE: first one for each side:
+seconds, gain over "plain" in the same round (median, least, most). `predicted`: the complete model's seconds, without
+overlap, from rows and links timed in the same round (`costs`); `bound`: what overlap of all computation with all
+messages would leave. `ideal_share`: seconds of the ideal / seconds. `Pi1`: time to compute a row in forward / to send
+it; `Pi2`: rows a rank / (alpha H).
+
+Then summaries (moe_summary.py). "targets": shadowing and the schedule, reached gain / gain by the model or its bound
+(at least 0.85, 0.8); ours, share of the ideal (0.9), over "shadows, steps" (1) and on even routing over plain (1), both
+within max(2 %, A/A floor). "predictor": R^2, mean relative error, and those after a fit of offset and slope, of
+computation, messages, sides without overlap, and sides in steps (their bound). "picks": cases in which the side with
+least predicted time is within max(2 %, floor) of the fastest.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from statistics import median
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks import results_file
-from benchmarks.moe_sides import ALPHA, CHANNELS, COSTS, EVEN, EXPERTS_PER_RANK, ROWS, SIDES, counts_of
-from benchmarks.sharding import median_min_max, start_job
+from benchmarks import moe_sides, results_file
+from benchmarks.moe_routing import GENERATORS
+from benchmarks.moe_sides import BALANCED_STEPS, COSTS, PLAIN, SIDES, TRACE, predict
+from benchmarks.moe_summary import side_lines, summaries
+from benchmarks.sharding import start_job
 from benchmarks.turns import TurnClient
 from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape
-from shardwright.planner.experts import (
-    COMPUTE_PASSES,
-    EXCHANGES,
-    Assignment,
-    ExpertLayer,
-    decide,
-    without_copies,
-)
-from shardwright.spec.plan import ExpertCosts, ExpertPlan
+from shardwright.spec.plan import ExpertCosts
 
 STEPS, WARMUP_STEPS = 1, 1  # of a turn, each forward and backward
-EVEN_STEPS, SMALLEST = f"{EVEN}, steps", "4 x 1"
+ROTATION = 7  # sides, from round to round
+SMALLEST = "4 x 1"
 SETTINGS = {
     "4 x 1": Shape((Host(uplink="230mbit", cpu=0.45),) * 4),
     "2 x 2": Shape((Host(ranks=2, local="230mbit", cpu=0.45),) * 2),
+    "4 x 2": Shape((Host(ranks=2, local="120mbit", cpu=0.225),) * 4),
 }
 Line = dict[str, Any]
+Round = tuple[str, str, int]  # setting, workload, number of the draw
 
 
-def assignment_of(side: str, workload: str, number: int, num_ranks: int, costs: ExpertCosts) -> Assignment:
-    """What each rank computes on this side."""
-    counts_RE = counts_of(workload, number, num_ranks)
-    layer = ExpertLayer(tuple(expert // EXPERTS_PER_RANK for expert in range(counts_RE.shape[1])), costs)
-    policy, in_steps = SIDES[side]
-    computed_RE = decide(ExpertPlan("moe", (), num_ranks if in_steps else 1, policy, costs), counts_RE)
-    if computed_RE is None:
-        return without_copies(layer, counts_RE)
-    return Assignment(layer, counts_RE, computed_RE)
+def rounds_of(args: argparse.Namespace) -> list[Round]:
+    return [(on, workload, number) for on in args.on for workload in args.workloads for number in range(args.rounds)]
 
 
-def measure_setting(setting: str, workloads: Sequence[str], num_rounds: int) -> Iterator[Line]:
-    call = "from benchmarks.moe_sides import worker; worker"
-    with TemporaryDirectory() as folder, Lab(SETTINGS[setting], "moe") as lab:
-        command = [sys.executable, "-c", f"{call}({folder!r})"]
-        with start_job(lab, folder, "moe", command) as client:
-            for workload in workloads:
-                yield from measure_workload(setting, workload, num_rounds, client)
+def digest(each: Round, sides: Sequence[str]) -> str:
+    """A short hash of all settings of a round."""
+    sizes = [moe_sides.CHANNELS, moe_sides.ALPHA, moe_sides.ROWS, moe_sides.EXPERTS_PER_RANK, moe_sides.CAPACITY]
+    description = json.dumps([each, sorted(sides), sizes, asdict(SETTINGS[each[0]]), STEPS, WARMUP_STEPS])
+    return hashlib.sha256(description.encode()).hexdigest()[:12]
 
 
-def measure_workload(setting: str, workload: str, num_rounds: int, client: TurnClient) -> Iterator[Line]:
-    num_ranks, seconds = SETTINGS[setting].num_ranks, dict[str, list[float]]()
-    turns = {name: f"{name}:{workload}" for name in SIDES} | {EVEN: f"plain:{EVEN}", EVEN_STEPS: f"steps:{EVEN}"}
-    timed = client.run_turn(COSTS, 0, 0)
-    costs = ExpertCosts(**timed)
-    for number in range(num_rounds):
-        names = [*turns]
-        for name in (*names[number % len(names) :], *names[: number % len(names)]):
-            reply = client.run_turn(f"{turns[name]}:{number}", WARMUP_STEPS, STEPS)
-            seconds.setdefault(name, []).append(reply["seconds"])
-        print(f"{setting}, {workload}: round {number + 1} of {num_rounds}", file=sys.stderr)
-    even_rows = ROWS * (num_ranks - 1) / num_ranks
-    for name, times in seconds.items():
-        side, side_workload = turns[name].split(":")
-        assignments = [assignment_of(side, side_workload, number, num_ranks, costs) for number in range(num_rounds)]
-        yield {
-            "benchmark": "moe",
-            "setting": setting,
-            "emulated": "hosts, links, CPU quotas",
-            "workload": workload,
-            "side": name,
-            "seconds": median_min_max(times, 3),
-            "over_plain": ratios(seconds["plain"], times),
-            "ideal_share": ratios(seconds[EVEN_STEPS], times),
-            "predicted": round(median(assignment.seconds for assignment in assignments), 3),
-            "predicted_over_measured": ratios([assignment.seconds for assignment in assignments], times),
-            "bound": round(median(assignment.overlapped_seconds for assignment in assignments), 3),
-            "copies": [len(assignment.copies[0]) for assignment in assignments],
-            "most_rows_over_mean": [round(assignment.loads_R.max() / ROWS, 3) for assignment in assignments],
-            "Pi1": round(COMPUTE_PASSES * ROWS * costs.compute_row / (EXCHANGES * even_rows * costs.send_row), 3),
-            "Pi2": round(ROWS / (ALPHA * CHANNELS), 2),
-            "costs": timed,
-        }
+def run_missing(rounds: Sequence[Round], sides: Sequence[str], into: Path) -> list[Line]:
+    """All rounds in `into`, to which those that are missing are appended."""
+    lines = [json.loads(text) for text in into.read_text().splitlines()] if into.exists() else []
+    known = {line["digest"] for line in lines}
+    missing = [each for each in rounds if digest(each, sides) not in known]
+    for line in measure(missing, sides):
+        with into.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        lines.append(line)
+    return lines
 
 
-def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Round by round: median, least, most."""
-    return median_min_max([a / b for a, b in zip(above, below, strict=True)], 3)
+def measure(rounds: Sequence[Round], sides: Sequence[str]) -> Iterator[Line]:
+    """Run rounds; those of a setting in one lab and job."""
+    for setting in dict.fromkeys(setting for setting, _, _ in rounds):
+        with ExitStack() as stack:
+            folder = stack.enter_context(TemporaryDirectory())
+            lab = stack.enter_context(Lab(SETTINGS[setting], "moe"))
+            command = [sys.executable, "-c", f"from benchmarks.moe_worker import worker; worker({folder!r})"]
+            client = stack.enter_context(start_job(lab, folder, "moe", command))
+            for each in rounds:
+                if each[0] == setting:
+                    yield measure_round(each, sides, client)
 
 
-def main() -> int:
+def measure_round(each: Round, sides: Sequence[str], client: TurnClient) -> Line:
+    setting, workload, number = each
+    num_ranks, timed = SETTINGS[setting].num_ranks, client.run_turn(COSTS, 0, 0)
+    measured: dict[str, Line] = {}
+    start = number * ROTATION % len(sides)
+    for name in (*sides[start:], *sides[:start]):
+        reply = client.run_turn(f"{name}:{workload}:{number}", WARMUP_STEPS, STEPS)
+        measured[name] = reply | predict(name, workload, number, num_ranks, ExpertCosts(**timed))
+    seconds = {name: round(measured[name]["seconds"], 3) for name in sides}
+    print(f"{setting}, {workload}, round {number + 1}: {seconds}", file=sys.stderr)
+    line = {"kind": "round", "digest": digest(each, sides), "setting": setting, "workload": workload}
+    return line | {"number": number, "costs": timed, "sides": {name: measured[name] for name in sides}}
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", default="", metavar="FILE")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--on", nargs="*", default=list(SETTINGS), choices=SETTINGS, metavar="SETTING")
+    workloads = [*GENERATORS, TRACE]
+    parser.add_argument("--workloads", nargs="*", choices=workloads, metavar="NAME", help=", ".join(workloads))
+    parser.add_argument("--sides", nargs="*", default=list(SIDES), choices=SIDES, metavar="NAME")
+    parser.add_argument("--into", default="", metavar="FILE", help="rounds measured so far; see above")
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     args = parser.parse_args()
+    args.workloads = args.workloads or ["zipf", "drift", *([TRACE] if args.trace else [])]
     if args.smoke:
-        args.on, args.rounds = [SMALLEST], 1
+        args.on, args.workloads, args.rounds = [SMALLEST], ["zipf"], 1
+    if TRACE in args.workloads and not args.trace:
+        parser.error(f'the workload "{TRACE}" needs --trace FILE')
+    args.sides = [name for name in SIDES if name in (PLAIN, BALANCED_STEPS, *args.sides)]  # ratios need these two
+    return args
+
+
+def main() -> int:
+    args = parse_arguments()
     os.environ["MOE_TRACE"] = args.trace
-    lines: list[Line] = []
-    for setting in args.on:
-        for line in measure_setting(setting, ["zipf", *(["trace"] if args.trace else [])], args.rounds):
-            lines.append(line)
-            print(json.dumps(line), flush=True)
+    with TemporaryDirectory() as scratch:
+        rounds = run_missing(rounds_of(args), args.sides, Path(args.into or f"{scratch}/rounds.jsonl"))
+    lines = [*side_lines(rounds), *summaries(rounds)]
+    for line in lines:
+        print(json.dumps(line), flush=True)
     if args.write:
         results_file.write(args.write, "moe", lines)
     return 0

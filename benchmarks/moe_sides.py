@@ -1,160 +1,151 @@
-"""Sides of benchmarks/moe.py: one layer of experts under every policy, on each rank."""
+"""Sides of benchmarks/moe.py: what each rank computes, and the time that the complete model predicts.
 
-import json
+Shape legend: R ranks, E experts.
+"""
+
+import math
 import os
-from time import perf_counter
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal
 
-from benchmarks import moe_routing
-from benchmarks.turns import TurnServer, make_broadcast
-from shardwright.spec.plan import CopyPolicy
+from benchmarks import moe_policies, moe_routing
+from shardwright.planner.experts import (
+    COMPUTE_PASSES,
+    EXCHANGES,
+    Assignment,
+    ExpertLayer,
+    decide,
+    without_copies,
+)
+from shardwright.spec.expert_rows import IntArray
+from shardwright.spec.plan import CopyPolicy, ExpertCosts, ExpertPlan
 
 CHANNELS, ALPHA, ROWS, EXPERTS_PER_RANK, NUM_CHOSEN = 384, 4, 5760, 2, 2
-TIMEOUT_SECONDS = 3600.0  # of a collective: a rank sleeps in one between turns
-EVEN = "even routing"  # before the number of a draw: the ideal
+CAPACITY = 1.2  # of an expert, over the mean number of rows
 COSTS = "costs"  # a turn that times rows and messages
-SIDES: dict[str, tuple[CopyPolicy, bool]] = {  # policy of copies, and whether rows are exchanged in steps
-    "plain": ("none", False),
-    "plain, again": ("none", False),
-    "shadows": ("shadows", False),
-    "steps": ("none", True),
-    "shadows, steps": ("shadows", True),
-    "even, steps": ("even", True),
-    "ours": ("fastest", True),
-}
+TRACE, EVEN = "trace", "even routing"  # workloads; the second is the ideal
+PLAIN, AGAIN, SHADOWS, STEPS = "plain", "plain, again", "shadows", "steps"
+SHADOWS_STEPS, EVEN_STEPS, OURS = "shadows, steps", "even, steps", "ours"
+GSHARD, ZERO_2, ZERO_3 = "GShard, capacity 1.2", "ZeRO-2", "ZeRO-3"
+COMPUTATION, MESSAGES = "plain, computation", "plain, messages"
+BALANCED, BALANCED_STEPS, BALANCED_OURS = EVEN, f"{EVEN}, steps", f"{EVEN}, ours"
+Policy = CopyPolicy | Literal["EPLB", "LLEP", "quota"]
+Decide = Callable[[IntArray], IntArray | None]
+Execution = Literal["exchange", "computation", "messages", "capacity", "zero 2", "zero 3"]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """`policy`: of copies; `in_steps`: rows are exchanged in steps; `is_even`: with even routing."""
+
+    policy: Policy = "none"
+    in_steps: bool = False
+    execution: Execution = "exchange"
+    is_even: bool = False
+
+
+SIDES: MappingProxyType[str, Side] = MappingProxyType(
+    {
+        PLAIN: Side(),
+        AGAIN: Side(),
+        SHADOWS: Side("shadows"),
+        STEPS: Side("none", True),
+        SHADOWS_STEPS: Side("shadows", True),
+        EVEN_STEPS: Side("even", True),
+        OURS: Side("fastest", True),
+        "EPLB": Side("EPLB", True),
+        "LLEP": Side("LLEP", True),
+        "quota": Side("quota", True),
+        GSHARD: Side(execution="capacity"),
+        ZERO_2: Side(execution="zero 2"),
+        ZERO_3: Side(execution="zero 3"),
+        COMPUTATION: Side(execution="computation"),
+        MESSAGES: Side(execution="messages"),
+        BALANCED: Side(is_even=True),
+        BALANCED_STEPS: Side("none", True, is_even=True),
+        BALANCED_OURS: Side("fastest", True, is_even=True),
+    }
+)
 
 
 def expert_bytes() -> int:
     return 2 * ALPHA * CHANNELS**2 * 4
 
 
-def counts_of(workload: str, number: int, num_ranks: int) -> Any:
-    """Rows of each expert by rank: a workload's draw."""
-    num_experts = EXPERTS_PER_RANK * num_ranks
-    if workload == EVEN:
-        return moe_routing.even_routing(num_ranks, num_experts, ROWS)
-    if workload == "zipf":
-        return moe_routing.zipf_routing(number, num_ranks, num_experts, ROWS)
-    trace = moe_routing.read_trace(os.environ["MOE_TRACE"])
-    return moe_routing.fold_trace(trace, number, num_ranks, num_experts, ROWS)
+def counts_of(workload: str, number: int, num_ranks: int, *, is_previous: bool = False) -> IntArray:
+    """Rows of each expert by rank: a workload's draw, or what a policy that follows history sees before it.
+
+    That is the draw before; of a trace, the same layer one recorded iteration before.
+    """
+    shape = num_ranks, EXPERTS_PER_RANK * num_ranks, ROWS
+    if workload == TRACE:
+        trace = moe_routing.read_trace(os.environ["MOE_TRACE"])
+        return moe_routing.fold_trace(trace, number, *shape, lag=int(is_previous))
+    return moe_routing.GENERATORS[workload](number - is_previous, *shape)
 
 
-class RecordedGate:
-    """Chooses the experts that a workload says, in an order drawn once."""
-
-    def __init__(self, counts_E: Any) -> None:
-        import torch
-
-        from shardwright.layers.gates import Routing
-
-        chosen = torch.arange(len(counts_E)).repeat_interleave(torch.from_numpy(counts_E))
-        chosen = chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(1))]
-        experts_NK = chosen.view(-1, NUM_CHOSEN)
-        weights_NK = torch.full(experts_NK.shape, 1 / NUM_CHOSEN)
-        self.routing = Routing(experts_NK, weights_NK, torch.zeros(1))
+def routing_of(side: str, workload: str, number: int, num_ranks: int) -> IntArray:
+    return counts_of("W0" if SIDES[side].is_even else workload, number, num_ranks)
 
 
-def worker(folder: str) -> None:
-    """Serve turns on every rank. A side's name is followed by the workload and the number of a draw."""
-    from functools import partial
-
-    import torch
-
-    from shardwright.comm import collective
-    from shardwright.comm.mesh import Mesh, world_size
-    from shardwright.experts.exchange import ParallelExperts
-    from shardwright.experts.parameters import OwnedExperts
-    from shardwright.kernels.native import retain_freed_memory
-    from shardwright.layers.gates import TopKGate
-    from shardwright.layers.moe import GeluExperts, MoE
-    from shardwright.planner.experts import decide
-    from shardwright.spec.lanes import COPIES, EXPERTS, MAIN
-    from shardwright.spec.plan import ExpertCosts, ExpertPlan
-
-    torch.set_num_threads(1)
-    retain_freed_memory()  # as `build` does
-    size, axes = world_size(), ("data@host",)
-    groups = [(MAIN, ()), (EXPERTS, axes), (COPIES, axes)]
-    mesh = Mesh((("data@host", size),), groups=groups, timeout_seconds=TIMEOUT_SECONDS)
-    group, num_experts = mesh.group(axes, EXPERTS), EXPERTS_PER_RANK * size
-    torch.manual_seed(3)
-    moe = MoE(TopKGate(CHANNELS, num_experts, NUM_CHOSEN), GeluExperts(num_experts, CHANNELS, ALPHA * CHANNELS))
-    OwnedExperts("moe", moe, group)
-    tokens = torch.randn(ROWS // NUM_CHOSEN, CHANNELS)
-    gradient = torch.randn(ROWS // NUM_CHOSEN, CHANNELS)
-    main = mesh.group((), MAIN)
-
-    def gather(*values: float) -> Any:
-        row = torch.tensor([values], dtype=torch.float64)
-        return collective.all_gather(row, [1] * mesh.size, main).wait()
-
-    def run(exchange: Any, routing: Any) -> None:
-        x = tokens.clone().requires_grad_()
-        exchange.forward(moe.experts, x, routing, num_experts).backward(gradient)
-        for parameter in moe.experts.parameters():
-            parameter.grad = None
-
-    broadcast = make_broadcast(main)
-    server = TurnServer(folder, "moe", mesh.rank, broadcast)
-    server.reply({})
-    costs: dict[str, float] = {}
-    for name, warm, steps in server.turns():
-        if name == COSTS:
-            timed = json.dumps(calibrate(moe.experts, mesh, gather)).encode()
-            costs = json.loads(broadcast(timed if mesh.rank == 0 else b""))
-            server.reply(costs)
-            continue
-        side, workload, number = name.split(":")
-        policy, in_steps = SIDES[side]
-        plan = ExpertPlan("moe", axes, size if in_steps else 1, policy, ExpertCosts(**costs))
-        exchange = ParallelExperts("moe", group, plan.groups)
-        exchange.copies = mesh.group(axes, COPIES)
-        exchange.decide = partial(decide, plan) if policy != "none" else None
-        routing = RecordedGate(counts_of(workload, int(number), size)[mesh.rank]).routing
-        for _ in range(warm):
-            run(exchange, routing)
-        server.reply({"seconds": timed_mean(partial(run, exchange, routing), steps, gather) if steps else 0.0})
-    mesh.close()
+def num_slots(num_ranks: int) -> int:
+    """Rows in GShard's buffer of an expert on a rank."""
+    return math.ceil(CAPACITY * ROWS / (EXPERTS_PER_RANK * num_ranks))
 
 
-def timed_mean(function: Any, num: int, gather: Any) -> float:
-    """Seconds of a call, until the slowest rank has ended."""
-    gather(0.0)
-    start = perf_counter()
-    for _ in range(num):
-        function()
-    gather(0.0)
-    return (perf_counter() - start) / num
+def decide_of(side: str, workload: str, number: int, num_ranks: int, costs: ExpertCosts) -> Decide | None:
+    """The side's choice of copies, from exact counts; EPLB's from those before."""
+    policy, in_steps = SIDES[side].policy, SIDES[side].in_steps
+    match policy:
+        case "none":
+            return None
+        case "EPLB":
+            previous_RE = counts_of(workload, number, num_ranks, is_previous=True)
+            return partial(moe_policies.eplb, previous_RE=previous_RE)
+        case "LLEP":
+            return moe_policies.llep
+        case "quota":
+            return moe_policies.quota
+        case _:
+            return partial(decide, ExpertPlan("moe", (), num_ranks if in_steps else 1, policy, costs))
 
 
-def calibrate(experts: Any, mesh: Any, gather: Any) -> dict[str, float]:
-    """Seconds of a rank to compute a row in forward, and to send one: a third of all passes, and an all-to-all."""
-    import torch
+def assignment_of(side: str, workload: str, number: int, num_ranks: int, costs: ExpertCosts) -> Assignment:
+    """What each rank computes in the exchange of this side."""
+    counts_RE = routing_of(side, workload, number, num_ranks)
+    layer = ExpertLayer(tuple(expert // EXPERTS_PER_RANK for expert in range(counts_RE.shape[1])), costs)
+    policy = decide_of(side, workload, number, num_ranks, costs)
+    computed_RE = policy(counts_RE) if policy is not None else None
+    if computed_RE is None:
+        return without_copies(layer, counts_RE)
+    return Assignment(layer, counts_RE, computed_RE)
 
-    from shardwright.comm import collective
-    from shardwright.spec.lanes import EXPERTS
 
-    rows, group = torch.randn(ROWS, CHANNELS), mesh.group(("data@host",), EXPERTS)
-    sizes = torch.tensor([ROWS // EXPERTS_PER_RANK] * EXPERTS_PER_RANK)
-
-    def compute() -> None:
-        x = rows.clone().requires_grad_()
-        experts(x, sizes).backward(rows)
-
-    def exchange() -> None:
-        splits = [ROWS // mesh.size] * mesh.size
-        collective.all_to_all(rows[: sum(splits)], splits, splits, group).wait()
-
-    times: list[float] = []
-    for function in (compute, exchange):
-        function()
-        times.append(timed_mean(function, 3, gather))
-    for parameter in experts.parameters():
-        parameter.grad = None
-    sent = ROWS // mesh.size * (mesh.size - 1)
-    seconds_per_byte = times[1] / (4 * CHANNELS * sent)
+def predict(side: str, workload: str, number: int, num_ranks: int, costs: ExpertCosts) -> dict[str, Any]:
+    """The complete model's seconds and bound, and figures of the side's assignment."""
+    counts_RE, execution = routing_of(side, workload, number, num_ranks), SIDES[side].execution
+    num_others = EXPERTS_PER_RANK * (num_ranks - 1)
+    computing = COMPUTE_PASSES * costs.compute_row
+    if execution in ("zero 2", "zero 3"):
+        transfers = 2 if execution == "zero 2" else 3  # of all experts of other ranks
+        seconds = computing * int(counts_RE.sum(1).max()) + transfers * num_others * costs.send_expert
+        return {"predicted": seconds, "most_rows_over_mean": float(counts_RE.sum(1).max() / ROWS)}
+    if execution == "capacity":
+        rows, sent = num_slots(num_ranks) * EXPERTS_PER_RANK * num_ranks, num_slots(num_ranks) * num_others
+        dropped = (counts_RE - num_slots(num_ranks)).clip(min=0).sum() / counts_RE.sum()
+        seconds = computing * rows + EXCHANGES * sent * costs.send_row
+        return {"predicted": seconds, "most_rows_over_mean": rows / ROWS, "dropped": float(dropped)}
+    assignment = assignment_of(side, workload, number, num_ranks, costs)
+    if execution == "computation":
+        return {"predicted": assignment.compute_seconds}
+    if execution == "messages":
+        return {"predicted": assignment.exchange_seconds}
     return {
-        "compute_row": times[0] / 3 / ROWS,
-        "send_row": 4 * CHANNELS * seconds_per_byte,
-        "send_expert": expert_bytes() * seconds_per_byte,
+        "predicted": assignment.seconds,
+        "bound": assignment.overlapped_seconds,
+        "copies": len(assignment.copies[0]),
+        "most_rows_over_mean": float(assignment.loads_R.max() / ROWS),
     }
