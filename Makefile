@@ -13,6 +13,7 @@ bench: $(READY)  ; $(BIN)/python -m benchmarks
 bless: $(READY)  ; $(BIN)/python -m pytest tests/golden --bless
 fault: $(READY)  ; $(BIN)/python -m pytest tests/fault
 rivals: .rivals/ready                  ## the environment of TorchRec and FBGEMM, for --peer and --torchrec of benchmarks
+moe-rivals: .rivals-moe/ready          ## the environment of torchtitan and transformers, for benchmarks.moe_peers
 nightly: $(READY) .venv/triton ; $(BIN)/python -m pytest
 sanitize:        ; tests/native/sanitize.sh
 wheel: $(READY)  ; $(BIN)/python -m build --wheel
@@ -43,4 +44,17 @@ $(READY): $(SOURCES)
 	.rivals/bin/python -c "import torchrec, fbgemm_gpu"
 	touch $@
 
-.PHONY: setup train test check bench bless fault nightly rivals sanitize wheel fmt
+# torchtitan requires packages for data sets and logging that its mixture of experts does not import; those it does are
+# listed here.
+.rivals-moe/ready: pyproject.toml constraints.txt
+	test -x .rivals-moe/bin/python || $(PYTHON) -m venv .rivals-moe
+	.rivals-moe/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+		> .rivals-moe/requirements.txt
+	.rivals-moe/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	.rivals-moe/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r .rivals-moe/requirements.txt \
+		transformers==5.24.0 triton==3.6.0 tyro==1.0.17
+	.rivals-moe/bin/pip install --quiet --disable-pip-version-check --no-deps torchtitan==0.3.0 spmd_types==0.2.3
+	.rivals-moe/bin/python -c "import torchtitan.models.common.moe, transformers.models.mixtral.modeling_mixtral"
+	touch $@
+
+.PHONY: setup train test check bench bless fault nightly rivals moe-rivals sanitize wheel fmt
