@@ -114,12 +114,22 @@ class PlanSettings(Section):
     pins: dict[str, str] = Field(
         default_factory=dict, description='sharding scheme to use, by table: "row", "column:4", "table@3"'
     )
+    routing: str = Field(default="", description="recorded routing of experts, a .jsonl file that the plan is made for")
     dense: str = Field(
         "", description='parallelism strategy of the dense model: "HSDP", "FSDP + full", ...; empty: fastest that fits'
     )
     pipeline: int = Field(default=0, ge=0, description="ranks of a pipeline; 1: no pipeline; 0: the planner chooses")
     micro_batches: int = Field(
         default=0, ge=0, description="micro-batches of a pipeline's step; 0: the planner chooses"
+    )
+    experts: int = Field(
+        default=0, ge=0, description="ranks that experts are split over; 1: all on every rank; 0: the planner chooses"
+    )
+    expert_groups: int = Field(
+        default=0, ge=0, description="steps in which rows of experts are exchanged; 0: the planner chooses"
+    )
+    expert_copies: str = Field(
+        "", description='copies of popular experts: "none", "shadows", "even", "fastest"; empty: the planner chooses'
     )
 
     @field_validator("pins", mode="before")

@@ -70,6 +70,13 @@ class Dispatch:
         num = len(self.copied) if is_copy else len(self.own)
         return np.array(steps, np.int64).reshape(len(steps), num).sum(0)
 
+    def computed(self, num_experts: int) -> IntArray:
+        """(E,) The rows of each expert that the rank computes."""
+        computed_E = np.zeros(num_experts, np.int64)
+        computed_E[list(self.own)] = self.sizes(is_copy=False)
+        computed_E[list(self.copied)] = self.sizes(is_copy=True)
+        return computed_E
+
 
 def make_dispatch(chosen_RE: IntArray, rank: int, num_groups: int = 1, computed_RE: IntArray | None = None) -> Dispatch:
     """The exchange in which each rank computes `computed_RE` rows of each expert; None: its owner computes all.

@@ -56,7 +56,7 @@ class ParallelExperts:
 
     `num_groups`: steps of an exchange. `decide`: from the rows of each expert by the rank that has them, the rows that
     each rank computes; None: no copies. `copies`: the same ranks, on the lane of copies. `tracer`: of the stage inside
-    which the model runs.
+    which the model runs. `computed_E`: rows that this rank computed in the last call.
     """
 
     def __init__(self, name: str, group: Group, num_groups: int = 1) -> None:
@@ -64,6 +64,7 @@ class ParallelExperts:
         self.decide: Decide | None = None
         self.copies: Group | None = None
         self.tracer: Tracer | None = None
+        self.computed_E: IntArray = np.zeros(0, np.int64)
         self._calls = _CallsByNumber()
 
     def forward(self, experts: nn.Module, tokens_NC: Tensor, routing: Routing, num_experts: int) -> Tensor:
@@ -72,6 +73,7 @@ class ParallelExperts:
         chosen_RE = counts.wait().numpy()
         computed_RE = self.decide(chosen_RE) if self.decide is not None else None
         dispatch = make_dispatch(chosen_RE, self.group.index, self.num_groups, computed_RE)
+        self.computed_E = dispatch.computed(num_experts)
         order = order[torch.from_numpy(dispatch.order)]
         rows = gather_rows(tokens_NC, order, routing.experts_NK.shape[1])
         call = _Call(self, experts, dispatch)
@@ -187,7 +189,7 @@ class _Call:
         return [*totals.values()]
 
     def _exchange(
-        self, rows: Tensor, compute: Compute, begin: Callable[[], None], finish: Callable[[], None] = _nothing
+        self, rows: Tensor, compute: Compute, begin: Callable[[], None], finish: Callable[[], None] | None = None
     ) -> Tensor:
         """Send rows, compute, return. `begin`: run while the first rows are in flight; `finish`: the last results."""
         transfers = _Transfers(rows, self._owner.group)
@@ -196,11 +198,20 @@ class _Call:
         self._stages.run(*(send for send, _, _ in calls))
         begin()
         self._stages.run(calls[0][1], *(back for _, _, back in calls), *(run for _, run, _ in calls[1:]))
-        finish()
-        for stage in chain.from_iterable(calls):
+        finishing = [self._bind_finish(f"computed.{len(calls) - 1}", finish)] if finish is not None else []
+        self._stages.run(*finishing)
+        for stage in (*chain.from_iterable(calls), *finishing):
             stage.wait_for_value()
             stage.release()
         return transfers.finish()
+
+    def _bind_finish(self, computed: str, finish: Callable[[], None]) -> InnerStage:
+        @accesses(reads=(computed,), writes=("weights",))
+        def run(slots: Slots) -> None:
+            slots["weights"] = slots[computed]
+            finish()
+
+        return self._stages.bind(f"weights {self._owner.name}", MAIN, run)
 
     def _bind_step(
         self, number: int, step: Step, transfers: "_Transfers", compute: Compute

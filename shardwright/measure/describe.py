@@ -2,6 +2,8 @@
 
 Nothing is computed and nothing of the model's size is allocated: parameters and the batch are replaced by their shapes.
 The model itself is not changed. Tables are described by their rows and ids; the dense model is counted block by block.
+
+Shape legend: R rows of experts, E experts, C and H channels.
 """
 
 import copy
@@ -22,8 +24,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, ids_per_feature
 from shardwright.layers.embedding import EmbeddingTables
+from shardwright.layers.moe import LocalExperts, MoE
 from shardwright.measure.op_counts import OpCounterMode, PeakMemoryMode, SavedTensorsMode, tensors_of, untraceable_error
-from shardwright.spec.workload import Block, FeatureStatistics, Product, Workload
+from shardwright.spec.workload import Block, FeatureStatistics, Mixture, Product, Workload
 
 EXTRA_FLOP_FORMULAS = MappingProxyType[Any, Callable[..., int]](  # in addition to torch's, by the operands' shapes
     {
@@ -53,6 +56,7 @@ def describe(model: nn.Module, batch: Batch, statistics: Sequence[FeatureStatist
         statistics=_statistics(sparse, batch.features, statistics or ()),
         optimizer=sparse.optimizer if sparse else None,
         blocks=_trace_blocks(model, sparse, batch),
+        experts=_trace_mixtures(model, sparse, batch),
     )
 
 
@@ -157,6 +161,48 @@ def _trace_blocks(model: nn.Module, sparse: EmbeddingTables | None, batch: Batch
     no_vectors = _blocks_without_vectors(model, batch, vectors, names) if vectors else frozenset[str]()
     blocks = [replace(block, needs_vectors=block.name not in no_vectors) for block in blocks]
     return tuple(replace(block, **saved.bytes_of(block.name)) for block in (*blocks, *_rest(total, blocks, saved)))
+
+
+def _trace_mixtures(model: nn.Module, sparse: EmbeddingTables | None, batch: Batch) -> tuple[Mixture, ...]:
+    """The mixtures of experts inside the model's blocks; their rows are evenly split over the experts."""
+    names = [name for name, module in model.named_modules() if isinstance(module, MoE)]
+    if not names:
+        return ()
+    twin, calls = meta_twin(model), dict[str, tuple[Tensor, Tensor, Tensor]]()
+
+    def record_call(name: str, _: nn.Module, inputs: Any, output: Tensor) -> None:
+        calls[name] = (*inputs, output)
+
+    for name in names:
+        mixture: MoE = twin.get_submodule(name)  # pyright: ignore[reportAssignmentType]
+        mixture.exchange = LocalExperts()
+        mixture.experts.register_forward_hook(partial(record_call, name))
+    _compute_loss(twin, batch.to("meta"), sparse.blank(batch.features) if sparse else None)
+    blocks = block_names(twin)
+    return tuple(
+        replace(
+            describe_experts(name, twin.get_submodule(f"{name}.experts"), *calls[name], batch.batch_size),
+            block=next((block for block in blocks if f"{name}.".startswith(f"{block}.")), "rest"),
+        )
+        for name in names
+        if name in calls
+    )
+
+
+def describe_experts(
+    module: str, experts: nn.Module, rows_RC: Tensor, sizes_E: Tensor, out_RH: Tensor, batch_size: int
+) -> Mixture:
+    """The mixture of experts at a path of a model, as its own block; `out_RH`: what they returned for these rows."""
+    inputs = rows_RC.detach().requires_grad_()
+    return Mixture(
+        module=module,
+        block=module,
+        num_experts=len(sizes_E),
+        rows=len(rows_RC),
+        row_bytes=rows_RC[0].nbytes,
+        result_bytes=out_RH[0].nbytes,
+        experts=_count(f"{module}.experts", experts, lambda: experts(inputs, sizes_E), None, batch_size),
+    )
 
 
 def _blocks_without_vectors(model: nn.Module, batch: Batch, vectors: Vectors, names: Sequence[str]) -> frozenset[str]:

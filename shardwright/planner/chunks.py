@@ -23,7 +23,7 @@ def pipeline_of(problem: Problem) -> Pipeline:
 
 def skeleton_plan(problem: Problem) -> Plan:
     """A plan with the problem's axes, pipeline and stages, without what does not change the calls."""
-    is_sharded = any(needs_unshard(problem, block) for block in problem.workload.blocks)
+    is_sharded = any(needs_unshard(problem, block) for block in problem.blocks)
     return Plan(
         version=4,
         workload_digest="",

@@ -160,37 +160,43 @@ def balance(layer: ExpertLayer, chosen_RE: IntArray, bound: float = 1.0) -> Assi
     """
     if bound < 1:
         raise UserError(f"balancing within {bound:g} times the mean; wanted 1 or more")
-    # Lists, since single numbers of arrays are ten times slower to access.
     start = without_copies(layer, chosen_RE)
-    computed: list[list[int]] = start.computed_RE.tolist()
-    chosen: list[list[int]] = chosen_RE.tolist()
+    # Lists, since single numbers of arrays are ten times slower to access.
     loads: list[int] = start.loads_R.tolist()
+    kept: list[int] = chosen_RE.sum(0).tolist()  # of each expert's rows, by its owner
     own: list[list[int]] = [[] for _ in loads]
     for expert, owner in enumerate(layer.owners):
         own[owner].append(expert)
     limit = math.ceil(bound * sum(loads) / max(1, len(loads)) - 1e-9)
     while (most := max(loads, default=0)) > limit:
         giver, taker = loads.index(most), loads.index(min(loads))
-        room, given, has = limit - loads[taker], computed[giver], chosen[taker]
+        room = limit - loads[taker]
         # Experts that suffice alone first, of them those of which the taker has most rows itself.
-        order = sorted(((min(room, given[expert]), has[expert], expert) for expert in own[giver]), reverse=True)
-        for _, _, expert in order:
-            rows = min(room, given[expert])
+        order = [(min(room, kept[expert]), chosen_RE[taker, expert], expert) for expert in own[giver]]
+        for _, _, expert in sorted(order, reverse=True):
+            rows = min(room, kept[expert])
             room -= rows
-            given[expert] -= rows
-            computed[taker][expert] += rows
+            kept[expert] -= rows
+            start.computed_RE[taker, expert] += rows
         loads[giver] -= limit - room - loads[taker]
         loads[taker] = limit - room
-    return Assignment(layer, chosen_RE, np.array(computed, np.int64).reshape(chosen_RE.shape))
+    computed_RE = start.computed_RE
+    computed_RE[list(layer.owners), range(len(kept))] = kept
+    return Assignment(layer, chosen_RE, computed_RE)
+
+
+def copy_candidates(layer: ExpertLayer, chosen_RE: IntArray) -> list[Assignment]:
+    """No copies, Algorithm 1's shadows, and balancing within each of `BOUNDS`."""
+    candidates = [without_copies(layer, chosen_RE), with_shadows(layer, chosen_RE, select_shadows(layer, chosen_RE))]
+    return candidates + [balance(layer, chosen_RE, bound) for bound in BOUNDS]
 
 
 def choose_copies(layer: ExpertLayer, chosen_RE: IntArray, *, overlap: bool = False) -> Assignment:
-    """The fastest by the complete model of: no copies, Algorithm 1's shadows, and balancing within `BOUNDS`.
+    """The fastest candidate by the complete model.
 
     With `overlap`, by the bound of overlap, and of equal bounds the fastest without.
     """
-    candidates = [without_copies(layer, chosen_RE), with_shadows(layer, chosen_RE, select_shadows(layer, chosen_RE))]
-    candidates += [balance(layer, chosen_RE, bound) for bound in BOUNDS]
+    candidates = copy_candidates(layer, chosen_RE)
     return min(candidates, key=lambda each: (each.overlapped_seconds if overlap else each.seconds, each.seconds))
 
 

@@ -48,3 +48,18 @@ def matches_pin(sharding: Sharding, pin: Pin, cluster: Cluster) -> bool:
 
 def pin_text(pin: Pin) -> str:
     return f"{pin.scheme}:{pin.column_shards}" if pin.column_shards else pin.scheme
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRequest:
+    """What the user pins of a model of layers; 0 and "": the planner chooses.
+
+    `pipeline`: the ranks of a pipeline, 1: none. `experts`: the ranks that experts are split over, 1: all experts on
+    every rank. `expert_groups`: steps of their exchange; `expert_copies`: a CopyPolicy.
+    """
+
+    pipeline: int = 0
+    micro_batches: int = 0
+    experts: int = 0
+    expert_groups: int = 0
+    expert_copies: str = ""

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from shardwright.errors import UserError
-from shardwright.planner import search
+from shardwright.planner import expert_split, search
 from shardwright.planner.chunks import chunk_blocks, cut_blocks, ranks_by_stage, uncuttable_reason
 from shardwright.planner.dense_strategies import RECOMPUTE_GRANULARITY, SMALL_DENSE_BYTES, TIE_SHARE, recompute_blocks
 from shardwright.planner.memory import budget, dense_model
+from shardwright.planner.pins import LayerRequest
 from shardwright.planner.problem import PlacedTables, Problem
 from shardwright.planner.search import Candidate
-from shardwright.planner.step import block_tasks
+from shardwright.planner.step import block_tasks, expert_tasks
 from shardwright.spec.axes import SAMPLE_ROLES, Axis, axes_text, num_ranks
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.pipeline import rank_chunks
@@ -31,14 +32,6 @@ BALANCE_POWER = 8  # of a chunk's time: the sum of the powers is about that of t
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineRequest:
-    """What the user pins. `num_ranks`: of the pipeline; 1: no pipeline. 0: the planner chooses."""
-
-    num_ranks: int = 0
-    micro_batches: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class PipelineCandidate:
     """A pipeline that fits, and its predicted step."""
 
@@ -46,9 +39,9 @@ class PipelineCandidate:
     strategy: str  # of the dense model: the techniques
 
 
-def check_request(problem: Problem, request: PipelineRequest) -> None:
+def check_request(problem: Problem, request: LayerRequest) -> None:
     """Raise if no plan has what the user pinned."""
-    num, cluster = request.num_ranks, problem.cluster
+    num, cluster = request.pipeline, problem.cluster
     if request.micro_batches and num < 2:
         raise UserError(f"plan.micro_batches={request.micro_batches} is for a pipeline: set plan.pipeline=2 or more")
     if num < 2:
@@ -67,11 +60,11 @@ def check_request(problem: Problem, request: PipelineRequest) -> None:
         raise UserError(f"plan.micro_batches={request.micro_batches}: a rank has only {local} samples of a batch")
 
 
-def is_proposed(problem: Problem, baseline: Candidate | None, request: PipelineRequest) -> bool:
+def is_proposed(problem: Problem, baseline: Candidate | None, request: LayerRequest) -> bool:
     """Whether pipelines are considered. Without a pin: not for a small dense model that fits, as for other strategies,
     and not if the user requested a strategy."""
-    if request.num_ranks:
-        return request.num_ranks > 1
+    if request.pipeline:
+        return request.pipeline > 1
     if problem.torchrec or problem.dense_strategy or problem.cluster.num_ranks == 1:
         return False
     if uncuttable_reason(problem.workload):
@@ -79,7 +72,7 @@ def is_proposed(problem: Problem, baseline: Candidate | None, request: PipelineR
     return baseline is None or dense_model.total_bytes(dense_model.peak_memory(baseline.problem)) > SMALL_DENSE_BYTES
 
 
-def best_pipeline(problem: Problem, request: PipelineRequest) -> PipelineCandidate | None:
+def best_pipeline(problem: Problem, request: LayerRequest) -> PipelineCandidate | None:
     """The pipeline with the shortest predicted step; None if none fits."""
     estimated: list[tuple[float, int, Problem, str]] = []
     for number, shaped in enumerate(_shapes(replace(problem, expand_blocks=True), request)):
@@ -96,15 +89,15 @@ def best_pipeline(problem: Problem, request: PipelineRequest) -> PipelineCandida
     return best
 
 
-def describe_overflow(problem: Problem, request: PipelineRequest) -> str:
+def describe_overflow(problem: Problem, request: LayerRequest) -> str:
     """Why no pipeline that the user pinned fits: what the smallest needs."""
     shapes = _shapes(problem, request)
     options = (replace(shaped, dense=dense) for shaped in shapes for _, dense in _dense_options(shaped))
     least, fast = min(map(_peak_bytes, options), default=inf), problem.cluster.device.tiers[0]
     if least == inf:
-        return f'plan.pipeline={request.num_ranks} has no strategy "{problem.dense_strategy}"; drop plan.dense'
+        return f'plan.pipeline={request.pipeline} has no strategy "{problem.dense_strategy}"; drop plan.dense'
     return (
-        f"plan.pipeline={request.num_ranks} does not fit: its fullest rank needs {budget.bytes_text(least)} or more of "
+        f"plan.pipeline={request.pipeline} does not fit: its fullest rank needs {budget.bytes_text(least)} or more of "
         f"{fast.name}, and {1 - budget.RESERVED_SHARE:.0%} of {budget.bytes_text(fast.bytes_)} can be used"
     )
 
@@ -114,7 +107,7 @@ def is_better(pipeline: PipelineCandidate, baseline: Candidate | None) -> bool:
     return baseline is None or pipeline.candidate.seconds * (1 + TIE_SHARE) < baseline.seconds
 
 
-def describe_pipeline(pipeline: PipelineCandidate, baseline: Candidate | None, request: PipelineRequest) -> str:
+def describe_pipeline(pipeline: PipelineCandidate, baseline: Candidate | None, request: LayerRequest) -> str:
     """Why this pipeline, or why none."""
     problem, seconds = pipeline.candidate.problem, pipeline.candidate.seconds
     assert problem.pipeline is not None
@@ -127,7 +120,7 @@ def describe_pipeline(pipeline: PipelineCandidate, baseline: Candidate | None, r
     if baseline is None:
         return f"{text}: {needs}; without a pipeline the model does not fit"
     comparison = f"{seconds / baseline.seconds:.3g}x as long as without a pipeline"
-    if request.num_ranks:
+    if request.pipeline:
         return f"as pinned, {text}: {needs}, {comparison}"
     if is_better(pipeline, baseline):
         return f"{text}: {needs}, {comparison}"
@@ -143,6 +136,14 @@ def _peak_bytes(problem: Problem) -> float:
 
 
 # Candidates
+
+
+def layouts(problem: Problem, request: LayerRequest) -> Iterator[Problem]:
+    """The problem with the axes of each pipeline that the user pinned; itself, without a pin."""
+    if request.pipeline < 2:
+        yield problem
+    else:
+        yield from (replace(problem, axes=axes) for axes in _layouts(problem.cluster, request.pipeline))
 
 
 def _layouts(cluster: Cluster, num_pipe: int = 0) -> Iterator[tuple[Axis, ...]]:
@@ -162,10 +163,11 @@ def _num_data(axes: Sequence[Axis]) -> int:
     return num_ranks(axis for axis in axes if axis.role in SAMPLE_ROLES)
 
 
-def _shapes(problem: Problem, request: PipelineRequest) -> Iterator[Problem]:
-    """The problem with each pipeline: axes, chunks of each rank, micro-batches, and the cuts that balance it."""
+def _shapes(problem: Problem, request: LayerRequest) -> Iterator[Problem]:
+    """The problem with each pipeline: axes, chunks of each rank, micro-batches, the cuts that balance it, and experts
+    split over its data axes or not."""
     num_blocks = len(cut_blocks(problem.workload))
-    for axes in _layouts(problem.cluster, request.num_ranks if request.num_ranks > 1 else 0):
+    for axes in _layouts(problem.cluster, request.pipeline if request.pipeline > 1 else 0):
         num_pipe = problem.cluster.num_ranks // _num_data(axes)
         laid = replace(problem, axes=axes)
         seconds = _block_seconds(laid)
@@ -173,12 +175,23 @@ def _shapes(problem: Problem, request: PipelineRequest) -> Iterator[Problem]:
             cuts = balanced_cuts(seconds, num_chunks * num_pipe)
             for micro_batches in _micro_batch_counts(problem.batch_size // _num_data(axes), num_pipe, request):
                 if num_chunks == 1:
-                    yield replace(laid, pipeline=Pipeline(cuts, micro_batches, "1f1b"))
+                    yield from _with_experts(laid, Pipeline(cuts, micro_batches, "1f1b"), request)
                 elif micro_batches % num_pipe == 0:
-                    yield replace(laid, pipeline=Pipeline(cuts, micro_batches, "interleaved"))
+                    yield from _with_experts(laid, Pipeline(cuts, micro_batches, "interleaved"), request)
 
 
-def _micro_batch_counts(local_batch: int, num_pipe: int, request: PipelineRequest) -> list[int]:
+def _with_experts(problem: Problem, pipeline: Pipeline, request: LayerRequest) -> Iterator[Problem]:
+    piped = replace(problem, pipeline=pipeline)
+    for axes in expert_split.options(problem, request):
+        yield replace(piped, experts=expert_split.split(micro_batch_problem(piped), axes, request).experts)
+
+
+def micro_batch_problem(problem: Problem) -> Problem:
+    """The problem at the size of a micro-batch of its pipeline; itself, without a pipeline."""
+    return problem if problem.pipeline is None else replace(problem, micro_batches=problem.pipeline.micro_batches)
+
+
+def _micro_batch_counts(local_batch: int, num_pipe: int, request: LayerRequest) -> list[int]:
     """Numbers of micro-batches to try, each of one sample or more; those that divide the local batch, if any do."""
     if request.micro_batches:
         return [request.micro_batches] if request.micro_batches <= local_batch else []
@@ -196,7 +209,8 @@ def _block_seconds(problem: Problem) -> list[float]:
 
 def _pass_seconds(problem: Problem, blocks: Sequence[Block]) -> float:
     forward, backward = block_tasks.pass_task(problem, blocks, "forward"), block_tasks.backward_task(problem, blocks)
-    return forward.seconds_on(0) + backward.seconds_on(0)
+    exchanged = sum(expert_tasks.added_seconds(problem, blocks, direction) for direction in ("forward", "backward"))
+    return forward.seconds_on(0) + backward.seconds_on(0) + exchanged
 
 
 def balanced_cuts(seconds: Sequence[float], num_chunks: int) -> tuple[int, ...]:

@@ -5,12 +5,12 @@ Shape legend: R ranks (RR: from, to).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from math import inf
 from types import MappingProxyType
 
 from shardwright.errors import UserError, did_you_mean
-from shardwright.planner import dense_strategies, pipelines, search
-from shardwright.planner.pins import Pin, parse_pin
-from shardwright.planner.pipelines import PipelineRequest
+from shardwright.planner import dense_strategies, expert_split, pipelines, search
+from shardwright.planner.pins import LayerRequest, Pin, parse_pin
 from shardwright.planner.price.roofline import ResourceUsage, bytes_by_level
 from shardwright.planner.problem import PlacedTables, Precision, Problem
 from shardwright.planner.reasons import exact_precision, list_reasons
@@ -18,7 +18,7 @@ from shardwright.planner.search import Candidate
 from shardwright.planner.step import block_stages, pipeline_step, tasks, traffic
 from shardwright.planner.tables.sharding import split_rows_by_order
 from shardwright.spec.cluster import Cluster
-from shardwright.spec.lanes import LANES, PIPELINE_LANES
+from shardwright.spec.lanes import EXPERT_LANES, LANES, PIPELINE_LANES
 from shardwright.spec.plan import TABLE_DTYPES, ExchangeMode, Placement, Plan, Rect, TablePlan, Wire
 from shardwright.spec.workload import Dtype, Workload, state_dtype, table_weight_dtype
 
@@ -46,13 +46,13 @@ def make_plan(
     pins: Mapping[str, str] | None = None,
     dense_strategy: str = "",
     torchrec: bool = False,
-    pipeline: PipelineRequest | None = None,
+    layers: LayerRequest | None = None,
 ) -> PlanningResult:
     """Plan a recommendation model.
 
     `batch_size`: global batch size; 0: the workload's. `dense_strategy`: the only parallelism strategy of the dense
-    model to consider; empty: all. `torchrec`: plan within TorchRec's limits (`Problem`). `pipeline`: what the user pins
-    of a pipeline.
+    model to consider; empty: all. `torchrec`: plan within TorchRec's limits (`Problem`). `layers`: what the user pins
+    of a pipeline and of expert parallelism.
     """
     parsed_pins = {name: parse_pin(text) for name, text in (pins or {}).items()}
     names = [table.name for table in workload.tables]
@@ -66,34 +66,83 @@ def make_plan(
         )
         return replace(problem, dense_strategy=dense_strategy)
 
-    exact = exact_precision(workload)
-    lowest, pipeline = lowest_precision(allow, cluster, exact), pipeline or PipelineRequest()
-    pipelines.check_request(define_problem(exact), pipeline)
-    best, strategies, shortage = _plan_without_pipeline(define_problem, exact, lowest, parsed_pins)
-    problem, reason = define_problem(lowest if best is None else best.problem.precision), ""
-    if pipelines.is_proposed(problem, best, pipeline):
-        rival = pipelines.best_pipeline(problem, pipeline)
-        if rival is None and pipeline.num_ranks:
-            raise UserError(pipelines.describe_overflow(problem, pipeline))
-        if rival is not None:
-            reason = pipelines.describe_pipeline(rival, best, pipeline)
-            if pipeline.num_ranks or pipelines.is_better(rival, best):
-                best, strategies = rival.candidate, ()
-    if best is None:
-        raise shortage
-    why = tuple(list_reasons(best, parsed_pins, strategies, search.with_replicas(best, parsed_pins), reason))
-    return PlanningResult(_to_plan(best, allow, why), best, strategies)
+    exact, layers = exact_precision(workload), layers or LayerRequest()
+    lowest = lowest_precision(allow, cluster, exact)
+    pipelines.check_request(define_problem(exact), layers)
+    expert_split.check_request([*pipelines.layouts(define_problem(exact), layers)], layers)
+    found = _choose_experts(define_problem, exact, lowest, parsed_pins, layers)
+    problem = define_problem(lowest if found.candidate is None else found.candidate.problem.precision)
+    found, pipeline_reason = _choose_pipeline(problem, found, layers)
+    if (best := found.candidate) is None:
+        raise found.shortage
+    reasons = {"pipeline": pipeline_reason} if pipeline_reason else {}
+    if workload.experts and cluster.num_ranks > 1:
+        reasons["experts"] = expert_split.describe_split(best, found.unsplit_seconds, layers)
+    replicated = search.with_replicas(best, parsed_pins)
+    why = tuple(list_reasons(best, parsed_pins, found.strategies, replicated, reasons))
+    return PlanningResult(_to_plan(best, allow, why), best, found.strategies)
 
 
-def _plan_without_pipeline(
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The best candidate and all strategies of its dense model; None and the reason if the model does not fit.
+    `unsplit_seconds`: of a step with all experts on every rank; infinity: that does not fit, 0: it was not tried."""
+
+    candidate: Candidate | None
+    strategies: tuple[dense_strategies.DenseCandidate, ...] = ()
+    shortage: UserError = UserError("")
+    unsplit_seconds: float = 0.0
+
+
+def _choose_pipeline(problem: Problem, found: _Choice, layers: LayerRequest) -> tuple[_Choice, str]:
+    """The choice or a pipeline, and why; "" if no pipeline is considered."""
+    if not pipelines.is_proposed(problem, found.candidate, layers):
+        return found, ""
+    rival = pipelines.best_pipeline(problem, layers)
+    if rival is None and layers.pipeline:
+        raise UserError(pipelines.describe_overflow(problem, layers))
+    if rival is None:
+        return found, ""
+    reason = pipelines.describe_pipeline(rival, found.candidate, layers)
+    is_chosen = layers.pipeline or pipelines.is_better(rival, found.candidate)
+    return (_Choice(rival.candidate) if is_chosen else found), reason
+
+
+def _choose_experts(
+    define_problem: Callable[[Precision], Problem],
+    exact: Precision,
+    lowest: Precision,
+    pins: Mapping[str, Pin],
+    layers: LayerRequest,
+) -> _Choice:
+    """The best plan without a pipeline: with all experts on every rank, unless splitting them is faster by more than a
+    tie, or the model fits only so."""
+    choices: dict[tuple[str, ...], _Choice] = {}
+    options = [*expert_split.options(define_problem(exact), layers)]
+    for axes in options or [()]:  # a number of ranks that only a pipeline's layout has
+        choices[axes] = _choose_strategy(
+            lambda precision, axes=axes: expert_split.split(define_problem(precision), axes, layers),
+            exact,
+            lowest,
+            pins,
+        )
+    best, *others = choices.values()
+    for other in others:
+        if expert_split.is_better(other.candidate, best.candidate):
+            best = other
+    whole = choices.get(())
+    tried = 0.0 if whole is None else inf if whole.candidate is None else whole.candidate.seconds
+    return replace(best, unsplit_seconds=tried)
+
+
+def _choose_strategy(
     define_problem: Callable[[Precision], Problem], exact: Precision, lowest: Precision, pins: Mapping[str, Pin]
-) -> tuple[Candidate | None, tuple[dense_strategies.DenseCandidate, ...], UserError]:
-    """The best candidate and all strategies of its dense model; None and the reason if the model does not fit."""
+) -> _Choice:
     try:
         first = _choose_precision(define_problem, exact, lowest, pins)
-        return *dense_strategies.choose_strategy(first, pins), UserError("")
+        return _Choice(*dense_strategies.choose_strategy(first, pins))
     except UserError as shortage:
-        return None, (), shortage
+        return _Choice(None, shortage=shortage)
 
 
 def _choose_precision(
@@ -152,10 +201,12 @@ def _to_plan(candidate: Candidate, allow: Sequence[str], why: tuple[tuple[str, s
         lanes=(
             *LANES,
             *(PIPELINE_LANES if problem.pipeline is not None else ()),
+            *(EXPERT_LANES if problem.experts else ()),
             *block_stages.extra_lanes(problem),
         ),
         tables=tuple(_to_table_plan(candidate, number) for number in range(len(problem.table_loads))),
         dense=replace(problem.dense, dtype=precision.matmuls, state=precision.moments),
+        experts=tuple(part.plan for part in problem.experts),
         wire=Wire(precision.vectors, precision.gradients, precision.dense_gradients),
         pipeline=problem.pipeline,
         stages=tasks.required_stages(problem, candidate.loads, candidate.ids_after),

@@ -1,7 +1,7 @@
 """The input of the search (`Problem`), and its output: the shard units and their ranks (`PlacedTables`)."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
@@ -11,8 +11,8 @@ from shardwright.planner.price.axis_groups import AxisGroups
 from shardwright.planner.tables.sharding import Sharding, ShardUnit, TableLoad
 from shardwright.spec.axes import SAMPLE_ROLES, Axis
 from shardwright.spec.cluster import Cluster, Level
-from shardwright.spec.plan import Dense, Pipeline, widest_dtype
-from shardwright.spec.workload import DTYPE_BYTES, Block, Dtype, Workload
+from shardwright.spec.plan import Dense, ExpertPlan, Pipeline, widest_dtype
+from shardwright.spec.workload import DTYPE_BYTES, Block, Dtype, Mixture, Workload
 
 REST_BLOCK = "rest"  # the parameters of a described model that are in no block: always replicated, never recomputed
 
@@ -35,6 +35,32 @@ class Precision:
         return DTYPE_BYTES[self.vectors] + DTYPE_BYTES[self.gradients]
 
 
+@dataclass(frozen=True, slots=True)
+class SplitExperts:
+    """A mixture whose experts are split over ranks.
+
+    `own_bytes`: weights of a rank's own experts; `copied_bytes`: of the copies that it may hold from forward to
+    backward. Seconds of the busiest rank: `compute_seconds` of all its rows in forward, `even_seconds` if routing is
+    even, `message_seconds` of an exchange of rows, `copy_seconds` of moving copied weights, `latency` of a message.
+    """
+
+    plan: ExpertPlan
+    mixture: Mixture
+    own_bytes: float
+    copied_bytes: float
+    compute_seconds: float
+    even_seconds: float
+    message_seconds: float
+    copy_seconds: float
+    latency: float
+
+    @property
+    def step_seconds(self) -> tuple[float, float]:
+        """Seconds of computing the rows of one step, and of its messages."""
+        num = self.plan.groups
+        return self.compute_seconds / num, self.message_seconds / num + self.latency * (num > 1)
+
+
 @dataclass(frozen=True)
 class Problem:
     """A workload at a global batch size on a cluster, in a precision.
@@ -46,7 +72,7 @@ class Problem:
     deduplicated rows), splits rows evenly by id, and has no replicas per host. `bottom_pace`, `top_pace`: measured over
     predicted seconds of these blocks, forward and backward. `axes`: of the mesh; empty: those of the cluster.
     `micro_batches`: equal parts of a local batch, one of which the prices are for. `chunk_ranks`: if this is a chunk of
-    a pipeline, the ranks that have it.
+    a pipeline, the ranks that have it. `experts`: the mixtures whose experts are split over ranks.
     """
 
     workload: Workload
@@ -65,6 +91,36 @@ class Problem:
     pipeline: Pipeline | None = None
     micro_batches: int = 1
     chunk_ranks: tuple[int, ...] = ()
+    experts: tuple[SplitExperts, ...] = ()
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The dense model's blocks without the weights of experts that are split over ranks."""
+        return tuple(map(self._without_experts, self.workload.blocks)) if self.experts else self.workload.blocks
+
+    def _without_experts(self, block: Block) -> Block:
+        experts = [part.mixture.experts for part in self.experts_of(block)]
+        return replace(
+            block,
+            parameters=block.parameters - sum(each.parameters for each in experts),
+            parameter_bytes=block.parameter_bytes - sum(each.parameter_bytes for each in experts),
+        )
+
+    def experts_of(self, block: Block) -> list[SplitExperts]:
+        """The mixtures of a block whose experts are split over ranks."""
+        return [part for part in self.experts if part.mixture.block == block.name]
+
+    def own_expert_bytes(self, blocks: Sequence[Block]) -> float:
+        """Bytes of the weights of a rank's own experts in these blocks."""
+        return sum(part.own_bytes for block in blocks for part in self.experts_of(block))
+
+    @cached_property
+    def expert_replicas(self) -> AxisGroups | None:
+        """The groups of ranks with replicas of the same experts; None if there are none."""
+        if not self.experts:
+            return None
+        groups = self._groups(name for name in self.sample_groups.names if name not in self.experts[0].plan.axes)
+        return groups if groups.size > 1 else None
 
     def table_load(self, table_number: int, sharding: Sharding) -> TableLoad:
         return (self.row_exchange_loads if sharding.row_exchange else self.table_loads)[table_number]

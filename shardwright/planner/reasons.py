@@ -43,10 +43,10 @@ def list_reasons(
     pins: Mapping[str, Pin],
     dense_candidates: Sequence[dense_strategies.DenseCandidate] = (),
     replicated_candidate: Candidate | None = None,
-    pipeline_reason: str = "",
+    layer_reasons: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, str]]:
     """Pairs of subject and reason. `replicated_candidate`: the same plan with every small table replicated.
-    `pipeline_reason`: why this pipeline, or why none; empty if none was considered."""
+    `layer_reasons`: why this pipeline and this split of experts, or why none, by subject."""
     problem = candidate.problem
     average = average_work(candidate)
     for number, load in enumerate(problem.table_loads):
@@ -64,8 +64,7 @@ def list_reasons(
         if problem.cluster.num_ranks > 1:
             yield "ids", IDS_REASONS[candidate.ids_after]
     yield "precision", _describe_precision(problem)
-    if pipeline_reason:
-        yield "pipeline", pipeline_reason
+    yield from layer_reasons.items()
     if choice := dense_strategies.describe_choice(dense_candidates, problem):
         yield "dense", choice
     budget = memory.memory_budget(problem)

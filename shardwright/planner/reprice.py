@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import chain
 
 from shardwright.errors import UserError
-from shardwright.planner import search
+from shardwright.planner import expert_split, pipelines, search
 from shardwright.planner.chunks import check_blocks
 from shardwright.planner.memory import budget
 from shardwright.planner.price.axis_groups import check_axes
@@ -46,6 +46,9 @@ def reprice_plan(problem: Problem, plan: Plan) -> Candidate:
         check_axes(problem.cluster, plan.axes)
         check_blocks(problem.workload, plan.pipeline)
         problem = replace(problem, axes=plan.axes, pipeline=plan.pipeline)
+    if plan.experts:
+        parts = pipelines.micro_batch_problem(problem)
+        problem = replace(problem, experts=tuple(expert_split.split_as(parts, part) for part in plan.experts))
     number_of = {load.table.name: number for number, load in enumerate(vector_loads)}
     placements: list[PlacedUnit] = []
     data_parallel: list[int] = []

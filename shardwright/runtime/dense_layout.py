@@ -151,7 +151,9 @@ def distribute_dense(model: nn.Module, plan: Plan, mesh: Mesh) -> DenseLayout:
         unsharded = [p for p in parameters if id(p) in own_ids - shard_ids]
         unsharded = [p for p in unsharded if (replicas := experts.replicas(p)) is None or replicas.size > 1]
         own_blocks = [block for block in blocks if any(_is_inside(block.name, name) for name in part)]
-        stages = reducing_stages(plan.stages) if pipeline is None else _bucket_stages(model, part, plan, suffix)
+        stages = reducing_stages(plan.stages)
+        if pipeline is not None:
+            stages = _bucket_stages(model, part, plan, suffix, experts)
         stage_of = _reducing_stage(model, stages, f"reduce{suffix}")
         reducers += _make_reducer(plan, unsharded, own_blocks, groups, sample_ranks, stage_of, experts.replicas)
     shard_groups = (groups.all_gather,) if groups is not None and groups.all_gather.size > 1 else ()
@@ -188,11 +190,14 @@ def _module_names(chunk: Chunk) -> list[str]:
     ]
 
 
-def _bucket_stages(model: nn.Module, modules: Sequence[str], plan: Plan, suffix: str) -> dict[str, str]:
+def _bucket_stages(
+    model: nn.Module, modules: Sequence[str], plan: Plan, suffix: str, experts: ExpertLayout
+) -> dict[str, str]:
     """By module of a chunk, the stage that reduces its gradients: the planner's, which are not in a pipeline's plan."""
     if plan.dense.shard:
         return {}
-    sizes = {name: sum(p.numel() * p.itemsize for p in model.get_submodule(name).parameters()) for name in modules}
+    reduced = {name: [p for p in model.get_submodule(name).parameters() if not experts.owns(p)] for name in modules}
+    sizes = {name: sum(p.numel() * p.itemsize for p in parameters) for name, parameters in reduced.items()}
     buckets = gradient_buckets((name, sizes[name]) for name in reversed(modules))
     if len(buckets) <= MAX_UNNAMED_BUCKETS:
         return dict.fromkeys(modules, f"reduce{suffix}")

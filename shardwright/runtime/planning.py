@@ -20,7 +20,7 @@ from shardwright.jagged import Batch, check_batch
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import describe, sparse_of
 from shardwright.measure.device import has_fast_bf16_matmul
-from shardwright.planner.pipelines import PipelineRequest
+from shardwright.planner.pins import LayerRequest
 from shardwright.planner.plan import PlanningResult, make_plan
 from shardwright.planner.step import prediction
 from shardwright.planner.step.loop_cost import LoopCost
@@ -30,6 +30,7 @@ from shardwright.runtime.run import measure_loop, recipe
 from shardwright.spec import files, presets
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Plan, single_rank_plan
+from shardwright.spec.routing_trace import RoutingTrace, read_trace, with_recorded_shares
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
@@ -42,13 +43,15 @@ UNMEASURED_REASON = (
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The input of the planner: workload, cluster, global batch size (0: the workload's) and settings."""
+    """The input of the planner: workload, cluster, global batch size (0: the workload's) and settings; the recorded
+    routing that the workload has the shares of, if any."""
 
     workload: Workload
     cluster: Cluster
     batch_size: int
     allow: tuple[str, ...]
     settings: PlanSettings
+    trace: RoutingTrace | None = None
 
     def make_plan(self, *, torchrec: bool = False) -> PlanningResult:
         """Make the plan; `torchrec`: within TorchRec's limits."""
@@ -60,7 +63,13 @@ class PlanRequest:
             pins=self.settings.pins,
             dense_strategy=self.settings.dense,
             torchrec=torchrec,
-            pipeline=PipelineRequest(self.settings.pipeline, self.settings.micro_batches),
+            layers=LayerRequest(
+                pipeline=self.settings.pipeline,
+                micro_batches=self.settings.micro_batches,
+                experts=self.settings.experts,
+                expert_groups=self.settings.expert_groups,
+                expert_copies=self.settings.expert_copies,
+            ),
         )
 
 
@@ -73,15 +82,24 @@ def plan_for(
     dense: str = "",
     pipeline: int = 0,
     micro_batches: int = 0,
+    experts: int = 0,
 ) -> Plan:
     """The plan of this job; `allow` lists the permitted changes of the mathematics.
 
     A single process holds all tables. Over several ranks the planner chooses a sharding: `batch` is a global batch, the
     same on every rank; `cluster` is a file written by `shardwright measure`, or a preset; `dense` sets the parallelism
     strategy of the dense model, such as "HSDP + full" (default: the fastest that fits); `pipeline` the ranks of a
-    pipeline (1: none; default: the planner chooses), and `micro_batches` the micro-batches of its step.
+    pipeline (1: none; default: the planner chooses), and `micro_batches` the micro-batches of its step; `experts` the
+    ranks that experts are split over (1: all on every rank).
     """
-    settings = PlanSettings(cluster=cluster, dense=dense, pipeline=pipeline, micro_batches=micro_batches)
+    settings = PlanSettings(
+        cluster=cluster,
+        dense=dense,
+        pipeline=pipeline,
+        micro_batches=micro_batches,
+        experts=experts,
+        expert_copies="",
+    )
     workload = describe(model, batch)
     if world_size() > 1:
         return plan_over_ranks(workload, allow, settings)[0]
@@ -142,6 +160,8 @@ def plan_run(
         launcher.check_num_ranks(settings.ranks)
     recipe.evaluation_source(settings, source, 0)
     workload = _describe_first_batch(settings, source, model)
+    if settings.plan.routing:
+        workload = with_recorded_shares(workload, read_trace(settings.plan.routing))
     predicted = None
     if cluster_shape or world_size() > 1:
         # The first rank's prediction is written (RunDirectory.describe); the others keep shared cores and memory busy.
@@ -178,7 +198,10 @@ def read_plan_request(source: str, overrides: Sequence[str], cluster: str, batch
     else:
         settings = config.load(source, overrides)
         workload, allow, plan = describe_recipe(settings), settings.allow, settings.plan
-    return PlanRequest(workload, presets.load_cluster(cluster), batch_size, tuple(allow), plan)
+    trace = read_trace(plan.routing) if plan.routing else None
+    if trace:
+        workload = with_recorded_shares(workload, trace)
+    return PlanRequest(workload, presets.load_cluster(cluster), batch_size, tuple(allow), plan, trace)
 
 
 def describe_recipe(settings: Settings) -> Workload:

@@ -7,7 +7,7 @@ Checks of stages are in stage_checks.py, checks of tables in table_checks.py.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 from shardwright.spec import files, stage_checks, table_checks
 from shardwright.spec.axes import ONE_RANK_AXES, SAMPLE_ROLES, Axis, axis_name, num_ranks
@@ -18,6 +18,7 @@ from shardwright.spec.workload import Dtype, Table, Workload, state_dtype, table
 ExchangeMode = Literal["vectors", "rows"]
 RecomputePolicy = Literal["nothing", "products"]
 CopyPolicy = Literal["none", "shadows", "even", "fastest"]
+COPY_POLICIES: tuple[CopyPolicy, ...] = get_args(CopyPolicy)
 # Operators whose outputs a recomputed block saves under RecomputePolicy "products".
 SAVED_PRODUCT_OPS = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution", "grouped_linear"))
 

@@ -96,6 +96,21 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """A mixture of experts inside a block; `rows`: one for each token and expert that it is sent to, in one batch of
+    the workload. `experts`: all its experts, with as many rows each."""
+
+    module: str  # its path in the model
+    block: str
+    num_experts: int
+    rows: int
+    row_bytes: int  # of a row of inputs
+    result_bytes: int  # of a row of outputs
+    experts: Block
+    shares: tuple[float, ...] = ()  # of the rows, by expert, as recorded; empty: unknown
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """Everything about a model that planning needs; `batch_size` is the global batch size."""
 
@@ -106,6 +121,7 @@ class Workload:
     statistics: tuple[FeatureStatistics, ...]
     optimizer: SparseOptimizer | None = None
     blocks: tuple[Block, ...] = ()
+    experts: tuple[Mixture, ...] = ()
 
     @property
     def table_bytes(self) -> int:
@@ -131,7 +147,8 @@ class Workload:
         return sum(block.parameter_bytes for block in self.blocks)
 
     def digest(self) -> str:
-        return files.digest(self)
+        """A hash of all fields; a model without experts has the digest that it had before there were any."""
+        return files.digest(self, leave_out=() if self.experts else ("experts",))
 
     def verify(self) -> None:
         raise_if_any(message for check in CHECKS for message in check(self))
@@ -216,4 +233,27 @@ def _check_blocks(workload: Workload) -> Iterator[str]:
         )
 
 
-CHECKS = (_check_batch, _check_tables, _check_features, _check_statistics, _check_optimizer, _check_blocks)
+def _check_experts(workload: Workload) -> Iterator[str]:
+    yield from check_unique("mixture", (mixture.module for mixture in workload.experts))
+    names = {block.name for block in workload.blocks}
+    for mixture in workload.experts:
+        subject = f'mixture "{mixture.module}"'
+        if mixture.block not in names:
+            yield f'{subject} is in unknown block "{mixture.block}"{did_you_mean(mixture.block, names)}'
+        yield from check_positive(subject, num_experts=mixture.num_experts, row_bytes=mixture.row_bytes)
+        yield from check_non_negative(subject, rows=mixture.rows, result_bytes=mixture.result_bytes)
+        if mixture.shares and len(mixture.shares) != mixture.num_experts:
+            yield f"{subject} has {mixture.num_experts} experts, and shares of {len(mixture.shares)}"
+        if mixture.shares and (min(mixture.shares) < 0 or abs(sum(mixture.shares) - 1) > 1e-6):
+            yield f"{subject} has shares that sum to {sum(mixture.shares):g}; wanted shares of 0 or more, 1 in all"
+
+
+CHECKS = (
+    _check_batch,
+    _check_tables,
+    _check_features,
+    _check_statistics,
+    _check_optimizer,
+    _check_blocks,
+    _check_experts,
+)

@@ -22,8 +22,12 @@ from shardwright.layers.decoder import GPT2, LLAMA
 from shardwright.layers.moe import MoEMLP, MoESpec
 from shardwright.measure.describe import describe
 from shardwright.models.gpt import GPT
+from shardwright.planner.pins import LayerRequest
+from shardwright.planner.plan import make_plan
 from shardwright.runtime.build import build
+from shardwright.runtime.job import Job
 from shardwright.runtime.planning import plan_single_process
+from shardwright.spec import presets
 from shardwright.spec.lanes import EXPERT_LANES
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.plan import ExpertPlan, Plan
@@ -217,3 +221,45 @@ def test_experts_of_models_with_tables(ranks):
     for step, logits in enumerate(expected):
         mine = torch.cat([answer[step] for answer in answers])
         torch.testing.assert_close(mine, logits, rtol=0, atol=1e-10, msg=lambda m, n=step: f"step {n}: {m}")
+
+
+def planned(layers: LayerRequest, strategy: str, num_ranks: int = 4) -> Plan:
+    """The planner's plan of the model, on as many ranks of two hosts."""
+    cluster = presets.unmeasured_cluster(2, num_ranks // 2, 1 << 33)
+    workload = describe(make_model(), tokens(0))
+    return make_plan(workload, cluster, layers=layers, dense_strategy=strategy).plan
+
+
+def run_planned(plan: Plan) -> tuple:
+    """What `train` returns, and names of measured events that the plan does not have."""
+    names = set[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        run = Job.run
+
+        def record(job, batches):
+            yield from run(job, batches)
+            names.update(event.name for event in job.tracer.timeline().events)
+
+        patch.setattr(Job, "run", record)
+        answer = train(plan, 1, {})
+    if plan.pipeline is not None:
+        return answer, set()
+    return answer, names - {stage.name for outer in plan.stages for stage in (outer, *outer.body)}
+
+
+@pytest.mark.parametrize(
+    ("layers", "strategy", "num_groups"),
+    [
+        (LayerRequest(1, experts=4, expert_groups=4), "", 4),
+        (LayerRequest(1, experts=2, expert_copies="even"), "FSDP", 4),
+        (LayerRequest(1, experts=2, expert_groups=2, expert_copies="shadows"), "HSDP + full", 4),
+        (LayerRequest(2, 1, experts=2, expert_copies="fastest"), "", 2),
+    ],
+)
+def test_split_experts_of_the_planner_train_as_in_one_process(ranks, layers, strategy, num_groups):
+    plan = planned(layers, strategy)
+    assert [part.module for part in plan.experts] == [f"blocks.{number}.mlp" for number in range(4)]
+    answers = ranks.run(4, run_planned, plan)
+    expected = train(single_plan_of({}), 1, {"groups": num_groups})
+    check_close([answer for answer, _ in answers], expected, 1e-10)
+    assert [names for _, names in answers] == [set()] * 4

@@ -11,7 +11,7 @@ from shardwright.errors import UserError
 from shardwright.layers.decoder import GPT2, LLAMA, QWEN3, DecoderForm
 from shardwright.measure.describe import describe
 from shardwright.models.gpt import GPT
-from shardwright.planner.pipelines import PipelineRequest
+from shardwright.planner.pins import LayerRequest
 from shardwright.planner.plan import make_plan
 from shardwright.planner.problem import Precision
 from shardwright.planner.search import define_problem
@@ -162,7 +162,7 @@ def test_what_a_pipeline_cannot_do_is_refused(ranks):
 def test_a_pipeline_of_the_planner_trains_as_one_process(ranks, num_ranks):
     single = single_plan()
     cluster = presets.unmeasured_cluster(num_ranks // 2, 2, 10**10)
-    planned = make_plan(describe(make_model(), tokens(0)), cluster, pipeline=PipelineRequest(2, 2)).plan
+    planned = make_plan(describe(make_model(), tokens(0)), cluster, layers=LayerRequest(2, 2)).plan
     assert planned.pipeline is not None and sum(planned.pipeline.blocks) == 4
     dense = replace(planned.dense, dtype="float64", state="float64")
     bounds = (0, SIZE) if num_ranks == 2 else (0, 5, SIZE)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from shardwright.errors import UserError
 from shardwright.planner.memory import budget
-from shardwright.planner.pipelines import PipelineRequest, balanced_cuts
+from shardwright.planner.pins import LayerRequest
+from shardwright.planner.pipelines import balanced_cuts
 from shardwright.planner.plan import make_plan
 from shardwright.spec import presets
 from shardwright.spec.axes import Axis
@@ -55,7 +56,7 @@ def test_cuts_are_about_as_even_as_they_can_be(seconds, num_chunks):
 def test_equal_blocks_are_cut_evenly_and_a_long_head_leaves_fewer_blocks_to_the_last_rank():
     assert sorted(balanced_cuts([1.0] * 10, 4)) == [2, 2, 3, 3]
     assert balanced_cuts([1.0] * 7 + [3.0], 2) == (5, 3)
-    plan = make_plan(model(3, head_flops=50 * TFLOP), cluster_of(), pipeline=PipelineRequest(2, 8)).plan
+    plan = make_plan(model(3, head_flops=50 * TFLOP), cluster_of(), layers=LayerRequest(2, 8)).plan
     assert plan.pipeline is not None and plan.pipeline.blocks == (2, 1)
 
 
@@ -71,7 +72,7 @@ def test_slow_links_between_hosts_make_a_pipeline_faster():
     assert plan.num_ranks == 8 and plan.dense.replicate == tuple(axis.name for axis in plan.axes if axis.role == "data")
     assert "micro-batches" in reason_of(result) and "x as long as without a pipeline" in reason_of(result)
     replace(plan, workload_digest=model().digest()).verify(model())
-    free = make_plan(model(), cluster_of(host_rate=1e8), pipeline=PipelineRequest(1))
+    free = make_plan(model(), cluster_of(host_rate=1e8), layers=LayerRequest(1))
     assert free.plan.pipeline is None and free.candidate.seconds > result.candidate.seconds
     assert reason_of(free) == ""
 
@@ -84,26 +85,26 @@ def test_fast_links_need_no_pipeline_and_the_reason_says_so():
 def test_a_model_that_fits_only_as_a_pipeline():
     """Replicated, weights, gradients and moments are 16 GB."""
     workload = model(activations=1000)
-    result = make_plan(workload, cluster_of(memory=10 * GB), pipeline=PipelineRequest(4), dense_strategy="DDP")
+    result = make_plan(workload, cluster_of(memory=10 * GB), layers=LayerRequest(4), dense_strategy="DDP")
     assert min(budget.memory_budget(result.candidate.problem).free_bytes) > 0
     assert reason_of(result).endswith("without a pipeline the model does not fit")
     with pytest.raises(UserError, match=r"plan\.pipeline=2 does not fit: its fullest rank needs .* or more of hbm"):
-        make_plan(workload, cluster_of(memory=GB // 2), pipeline=PipelineRequest(2))
+        make_plan(workload, cluster_of(memory=GB // 2), layers=LayerRequest(2))
 
 
 def test_memory_limits_the_activations_in_flight():
-    plain = make_plan(model(activations=32 * GB), cluster_of(), pipeline=PipelineRequest(4, 4)).candidate.problem
+    plain = make_plan(model(activations=32 * GB), cluster_of(), layers=LayerRequest(4, 4)).candidate.problem
     assert min(budget.memory_budget(plain).free_bytes) > 0
-    tight = make_plan(model(activations=32 * GB), cluster_of(memory=16 * GB), pipeline=PipelineRequest(4, 4)).candidate
+    tight = make_plan(model(activations=32 * GB), cluster_of(memory=16 * GB), layers=LayerRequest(4, 4)).candidate
     assert min(budget.memory_budget(tight.problem).free_bytes) > 0
     assert (tight.problem.dense, tight.problem.pipeline) != (plain.dense, plain.pipeline)
 
 
 def test_pins():
-    result = make_plan(model(), cluster_of(), pipeline=PipelineRequest(2, 4))
+    result = make_plan(model(), cluster_of(), layers=LayerRequest(2, 4))
     assert result.plan.num_pipeline_ranks == 2 and result.plan.pipeline.micro_batches == 4
     assert reason_of(result).startswith("as pinned, ")
-    sharded = make_plan(model(), cluster_of(), pipeline=PipelineRequest(4), dense_strategy="FSDP").plan
+    sharded = make_plan(model(), cluster_of(), layers=LayerRequest(4), dense_strategy="FSDP").plan
     assert sharded.dense.shard and sharded.num_pipeline_ranks == 4
     assert {axis.role for axis in sharded.axes} == {"pipe", "data"} and Axis("pipe", "host", 4) in sharded.axes
 
@@ -111,15 +112,15 @@ def test_pins():
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (PipelineRequest(16), "plan.pipeline=16: the model has 8 blocks, and each rank needs one or more"),
-        (PipelineRequest(3), r"plan.pipeline=3 divides no level of test \(local 2, host 4\)"),
-        (PipelineRequest(0, 8), "plan.micro_batches=8 is for a pipeline: set plan.pipeline=2 or more"),
-        (PipelineRequest(2, 65), "plan.micro_batches=65: a rank has only 16 samples of a batch"),
+        (LayerRequest(16), "plan.pipeline=16: the model has 8 blocks, and each rank needs one or more"),
+        (LayerRequest(3), r"plan.pipeline=3 divides no level of test \(local 2, host 4\)"),
+        (LayerRequest(0, 8), "plan.micro_batches=8 is for a pipeline: set plan.pipeline=2 or more"),
+        (LayerRequest(2, 65), "plan.micro_batches=65: a rank has only 16 samples of a batch"),
     ],
 )
 def test_pins_that_no_plan_can_have(request_, message):
     with pytest.raises(UserError, match=message):
-        make_plan(model(), cluster_of(), pipeline=request_)
+        make_plan(model(), cluster_of(), layers=request_)
 
 
 def test_models_that_cannot_be_cut():
@@ -137,13 +138,13 @@ def test_models_that_cannot_be_cut():
         result = make_plan(cannot, cluster_of())
         assert result.plan.pipeline is None and reason_of(result) == ""
         with pytest.raises(UserError, match=f"plan.pipeline=2: this model cannot be a pipeline: {reason}"):
-            make_plan(cannot, cluster_of(), pipeline=PipelineRequest(2))
+            make_plan(cannot, cluster_of(), layers=LayerRequest(2))
     with pytest.raises(UserError, match="cannot be a pipeline: it has embedding tables"):
-        make_plan(tables, cluster_of(), pipeline=PipelineRequest(2))
+        make_plan(tables, cluster_of(), layers=LayerRequest(2))
 
 
 def test_a_small_model_has_no_pipeline_unless_pinned():
     small = model(parameters=1000, activations=1000)
     result = make_plan(small, cluster_of())
     assert result.plan.pipeline is None and reason_of(result) == ""
-    assert make_plan(small, cluster_of(), pipeline=PipelineRequest(2)).plan.pipeline is not None
+    assert make_plan(small, cluster_of(), layers=LayerRequest(2)).plan.pipeline is not None

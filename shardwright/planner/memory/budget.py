@@ -169,11 +169,13 @@ def describe_shortage(problem: Problem) -> str:
     name = problem.cluster.name
     if memory.free_bytes[0] <= 0:
         reason, most_bytes = max(memory.memory_parts, key=lambda part: part[1])
+        can_split = problem.workload.experts and not problem.experts
+        remedy = ", split the experts (plan.experts=0)," if can_split else ","
         return (
             f"{name}: without any table a rank needs "
             f"{bytes_text(sum(bytes_ for _, bytes_ in memory.memory_parts))} of its "
             f"{bytes_text(memory.tiers[0].bytes_)} of {memory.tiers[0].name}, {bytes_text(most_bytes)} of them for "
-            f"{reason}: make the batch smaller, or take more ranks"
+            f"{reason}: make the batch smaller{remedy} or take more ranks"
         )
     sizes = [(load.table_bytes, load) for load in problem.table_loads]
     total = sum(size for size, _ in sizes)

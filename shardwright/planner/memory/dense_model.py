@@ -27,7 +27,7 @@ def total_bytes(parts: MemoryParts) -> float:
 
 def offloaded_bytes(problem: Problem) -> float:
     """Bytes of the next slower tier: weights, gradients and optimizer state of offloaded blocks."""
-    offloaded = (block for block in problem.workload.blocks if block.name in problem.dense.offload)
+    offloaded = (block for block in problem.blocks if block.name in problem.dense.offload)
     values_per_parameter = 2 + NUM_MOMENTS * problem.moment_share
     return sum(values_per_parameter * block.parameter_bytes / problem.num_shards(block) for block in offloaded)
 
@@ -38,21 +38,24 @@ def saved_activation_bytes(problem: Problem, block: Block) -> float:
     if policy is None:
         # weights in bfloat16
         cast_bytes = block.parameter_bytes / 2 if problem.precision.matmuls == "bfloat16" else 0.0
-        return block.activation_bytes * problem.local_batch_share + cast_bytes
+        copied_bytes = sum(part.copied_bytes for part in problem.experts_of(block))
+        return block.activation_bytes * problem.local_batch_share + cast_bytes + copied_bytes
     return (block.input_bytes + (block.product_bytes if policy == "products" else 0)) * problem.local_batch_share
 
 
 def all_gradient_bytes(problem: Problem) -> float:
     """Bytes of the gradients of all blocks, and of the buffers that reduce them."""
-    blocks = problem.workload.blocks
-    return _buffer_bytes(problem, blocks) + sum(block.parameter_bytes / problem.num_shards(block) for block in blocks)
+    blocks = problem.blocks
+    dense = sum(block.parameter_bytes / problem.num_shards(block) for block in blocks)
+    return _buffer_bytes(problem, blocks) + dense + problem.own_expert_bytes(blocks)
 
 
 def _memory_over_backward(problem: Problem) -> Iterator[MemoryParts]:
     """Memory during the backward of each block, from last to first, and once after them."""
-    blocks = problem.workload.blocks
+    blocks = problem.blocks
     resident = [block for block in blocks if block.name not in problem.dense.offload]
     weights = sum(block.parameter_bytes / problem.num_shards(block) for block in resident)
+    weights += problem.own_expert_bytes(blocks)
     moments = NUM_MOMENTS * problem.moment_share * weights
     gradients, saved = _buffer_bytes(problem, blocks), sum(saved_activation_bytes(problem, block) for block in blocks)
     unsharded = [block.parameter_bytes for block in blocks if needs_unshard(problem, block)]
@@ -60,7 +63,7 @@ def _memory_over_backward(problem: Problem) -> Iterator[MemoryParts]:
     for block in reversed(blocks):
         current = [unsharded.pop()] if needs_unshard(problem, block) else []
         saved -= saved_activation_bytes(problem, block)
-        gradients += block.parameter_bytes / problem.num_shards(block)
+        gradients += block.parameter_bytes / problem.num_shards(block) + problem.own_expert_bytes([block])
         ahead = unsharded[max(0, len(unsharded) - problem.dense.ahead) :]
         in_flight = sum(current) + _receive_ratio(problem) * previous
         block_bytes = _running_block_bytes(problem, block)

@@ -1,7 +1,7 @@
 """The dense model block by block: the stages inside forward and backward, and the task of each.
 
-lane main     load, forward and backward of each block; `arrive` places vectors before the first block that needs them,
-              `leave` encodes their gradients after that block's backward
+lane main     load, forward and backward of each block, and its split experts (expert_tasks.py); `arrive` places vectors
+              before the first block that needs them, `leave` encodes their gradients after that block's backward
 lane gather   all-gather of a sharded block's parameters over its shard levels before its forward and its backward,
               `ahead` blocks in advance and overlapped with them. A block is resharded after each of its passes; the
               last block stays unsharded between its forward and its backward
@@ -19,7 +19,7 @@ from shardwright.planner.memory.dense_model import needs_unshard
 from shardwright.planner.price import overheads, primitives
 from shardwright.planner.price.axis_groups import AxisGroups, collective_links, group_cost
 from shardwright.planner.problem import Problem
-from shardwright.planner.step import block_tasks, traffic
+from shardwright.planner.step import block_tasks, expert_tasks, traffic
 from shardwright.planner.step.rank_calls import Task
 from shardwright.planner.step.stages import (
     BACKWARD_BODY,
@@ -39,10 +39,13 @@ MOMENT_PASSES = 4  # over its moments: two, read and written
 
 
 def expands_blocks(problem: Problem) -> bool:
-    """Whether every block is simulated: if some blocks are sharded, or gradients fill several buckets."""
+    """Whether every block is simulated: if some blocks are sharded or have split experts, or gradients fill several
+    buckets."""
+    if any(map(problem.experts_of, problem.blocks)):
+        return True
     if not problem.expand_blocks:
         return False
-    is_sharded = any(needs_unshard(problem, block) for block in problem.workload.blocks)
+    is_sharded = any(needs_unshard(problem, block) for block in problem.blocks)
     return is_sharded or (len(_buckets(problem)) > MAX_UNNAMED_BUCKETS and problem.sample_groups.size > 1)
 
 
@@ -56,36 +59,43 @@ def stage_bodies(problem: Problem) -> tuple[tuple[Stage, ...], tuple[Stage, ...]
 
 def extra_lanes(problem: Problem) -> tuple[str, ...]:
     """Lanes that only steps with sharded blocks have."""
-    return SHARD_LANES if any(needs_unshard(problem, block) for block in problem.workload.blocks) else ()
+    return SHARD_LANES if any(needs_unshard(problem, block) for block in problem.blocks) else ()
 
 
 def body_tasks(problem: Problem, vector_seconds: float, gradient_seconds: float) -> dict[str, Task]:
     """The task of each body stage. `vector_seconds`, `gradient_seconds`: of `arrive` and of `leave`."""
     tasks = {"arrive": Task(seconds=vector_seconds), "leave": Task(seconds=gradient_seconds)}
-    for block in problem.workload.blocks:
+    for block in problem.blocks:
         forward, backward = (
             block_tasks.pass_task(problem, [block], "forward"),
             block_tasks.backward_task(problem, [block]),
         )
+        if problem.experts_of(block):
+            forward, backward = expert_tasks.without_experts(problem, block, forward, backward)
+            tasks |= expert_tasks.exchange_tasks(problem, block)
         tasks[f"forward {block.name}"] = _add_overhead(problem, block, forward, "gather")
         tasks[f"backward {block.name}"] = _add_overhead(problem, block, backward, "gather", "scatter", "reduce")
         tasks[f"load {block.name}"] = Task(seconds=_load_seconds(problem, block), kind="copy")
         tasks[f"gather {block.name}"] = _gather_task(problem, block)
         tasks[f"scatter {block.name}"] = _shard_task(problem, block, "reduce_scatter")
         if needs_unshard(problem, block):
-            tasks[f"reduce {block.name}"] = _replica_reduce_task(problem, block)
-    buckets = _buckets(problem).items()
-    return tasks | {
-        f"reduce {name}": traffic.gradient_reduce_task(problem, bytes_, sustained=True) for name, bytes_ in buckets
-    }
+            reduce, experts = _replica_reduce_task(problem, block), traffic.expert_reduce_task(problem, [block])
+            has_replicas = bool(problem.replica_groups.levels)
+            tasks[f"reduce {block.name}"] = reduce.lengthen(experts.seconds_on(0)) if has_replicas else experts
+    by_name = {block.name: block for block in problem.blocks}
+    for name, blocks in _buckets(problem).items():
+        bytes_, members = sum(by_name[block].parameter_bytes for block in blocks), [by_name[block] for block in blocks]
+        tasks[f"reduce {name}"] = traffic.gradient_reduce_task(problem, bytes_, members, sustained=True)
+    return tasks
 
 
 def optimizer_seconds(problem: Problem) -> float:
     """Seconds of a dense optimizer step on a rank's shards, with the copies of offloaded blocks' gradients."""
     tiers, fast, slow = problem.cluster.device.tiers, 0.0, 0.0
-    for block in problem.workload.blocks:
+    for block in problem.blocks:
         shard_bytes = block.parameter_bytes / problem.num_shards(block)
         fast, slow = (fast, slow + shard_bytes) if block.name in problem.dense.offload else (fast + shard_bytes, slow)
+    fast += problem.own_expert_bytes(problem.blocks)
     passes = WEIGHT_PASSES + MOMENT_PASSES * problem.moment_share
     seconds = passes * fast / tiers[0].read_bytes_per_second
     if slow:
@@ -109,14 +119,14 @@ def _first_with_vectors(problem: Problem) -> Block | None:
     return top[0] if top and problem.workload.tables else None
 
 
-def _buckets(problem: Problem) -> dict[str, int]:
-    """Bytes of each bucket of all-reduced gradients.
+def _buckets(problem: Problem) -> dict[str, tuple[str, ...]]:
+    """The blocks whose gradients are all-reduced together, by bucket.
 
     The key is the block whose backward fills the bucket, or the last block.
     """
     bottom, top = _split_blocks(problem)
     bytes_ = {b.name: b.parameter_bytes for b in (*reversed(top), *reversed(bottom)) if not needs_unshard(problem, b)}
-    return {last: sum(bytes_[name] for name in names) for last, names in gradient_buckets(bytes_.items()).items()}
+    return gradient_buckets(bytes_.items())
 
 
 def _forward_stages(problem: Problem) -> Iterator[Stage]:
@@ -135,9 +145,13 @@ def _forward_stages(problem: Problem) -> Iterator[Stage]:
             for index in range(start, end):
                 yield from _gather_stages(problem, sharded, index, "out", "whole")
             start, weights = end, (f"{block.name}.whole",)
-        outputs = ("logits", "loss") if block is order[-1] else ()
-        yield Stage(f"forward {block.name}", MAIN, (source, *weights), (f"{block.name}.out", *outputs))
-        source = f"{block.name}.out"
+        outputs = (f"{block.name}.out", *(("logits", "loss") if block is order[-1] else ()))
+        has_experts = bool(problem.experts_of(block))
+        written = (f"{block.name}.local",) if has_experts else outputs
+        yield Stage(f"forward {block.name}", MAIN, (source, *weights), written)
+        if has_experts:
+            yield from expert_tasks.exchange_stages(problem, block, written[0], outputs)
+        source = outputs[0]
 
 
 def _gather_stages(problem: Problem, sharded: Sequence[Block], index: int, freed: str, output: str) -> Iterator[Stage]:
@@ -168,6 +182,10 @@ def _backward_stages(problem: Problem) -> Iterator[Stage]:
             for index in range(start, end):
                 yield from _gather_stages(problem, sharded, index, "gradient", "again")
             start, weights = max(start, end), (f"{block.name}.{'whole' if block is sharded[0] else 'again'}",)
+        if problem.experts_of(block):
+            returned = (f"{block.name}.returned",)
+            yield from expert_tasks.exchange_stages(problem, block, source, returned, backward=True)
+            (source,) = returned
         reads = (source, *weights)
         yield Stage(f"backward {block.name}", MAIN, reads, (f"{block.name}.gradient", f"{block.name}.sum"))
         source = f"{block.name}.gradient"
@@ -186,8 +204,11 @@ def _backward_stages(problem: Problem) -> Iterator[Stage]:
 
 
 def _reduce_stages(problem: Problem, block: Block | None) -> Iterator[Stage]:
-    """All-reduce of a block's gradients over its replicas, if there are any."""
-    if block is not None and problem.replica_groups.levels:
+    """All-reduce of a block's gradients, or only of its experts' gradients, over their replicas, if there are any."""
+    if block is None:
+        return
+    has_replicas = problem.expert_replicas is not None and problem.experts_of(block)
+    if problem.replica_groups.levels or has_replicas:
         source = "scattered" if problem.shard_levels else "sum"
         yield _reduce_stage(block, f"{block.name}.{source}")
 

@@ -14,7 +14,7 @@ CAST_BYTES = 6  # per number: read in float32 and written in bfloat16, or the re
 
 def split_blocks(problem: Problem) -> tuple[list[Block], list[Block]]:
     """Blocks that need no vectors (bottom), and the others (top)."""
-    blocks = problem.workload.blocks
+    blocks = problem.blocks
     return [block for block in blocks if not block.needs_vectors], [block for block in blocks if block.needs_vectors]
 
 
@@ -34,9 +34,14 @@ def pass_task(problem: Problem, blocks: Sequence[Block], direction: str) -> Task
     other_flops = max(0, flops - sum(product.flops for product in products)) * share
     seconds = primitives.flops_cost(device, other_flops, fallback, dtype).seconds
     seconds += sum(_product_seconds(device, product, share, dtype) for product in products)
-    pace = problem.top_pace if any(block.needs_vectors for block in blocks) else problem.bottom_pace
-    seconds = (seconds + memory_pass_seconds(device, bytes_)) * pace[direction == "backward"]
+    seconds = (seconds + memory_pass_seconds(device, bytes_)) * measured_pace(problem, blocks, direction)
     return Task(seconds=seconds, flops=int(flops * share), bytes_=int(fallback + bytes_))
+
+
+def measured_pace(problem: Problem, blocks: Sequence[Block], direction: str) -> float:
+    """Measured over predicted seconds of a pass of these blocks; 1 if not measured."""
+    pace = problem.top_pace if any(block.needs_vectors for block in blocks) else problem.bottom_pace
+    return pace[direction == "backward"]
 
 
 def recompute_task(problem: Problem, block: Block, policy: RecomputePolicy) -> Task:

@@ -182,7 +182,7 @@ def _tasks_of(problem: Problem, chunks: Sequence[Chunk], ranks: Sequence[int]) -
         if block_stages.expands_blocks(own):
             tasks |= block_stages.body_tasks(own, 0.0, 0.0)
             continue
-        blocks = own.workload.blocks
+        blocks = own.blocks
         reduced_bytes = block_tasks.total_parameter_bytes(blocks)
         tasks |= {
             f"{FORWARD}{chunk.suffix}": block_tasks.pass_task(own, blocks, "forward").lengthen(calls.get("top", 0.0)),

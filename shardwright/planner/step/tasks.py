@@ -74,8 +74,9 @@ def rank_loads(problem: Problem, placed: PlacedTables, fast_id_shares: Sequence[
     update_R += _replica_update_seconds(problem, placed) + _column_shard_update_seconds(problem, placed)
     has_sums = any(unit.sharding.reduces_in_host and load.pooled_vectors for unit, load in units)
     reduces = problem.cluster.is_hierarchical and has_sums
-    lookup_R += primitives.find_price(device, "lookup", "float32").call_seconds
-    update_R += primitives.find_price(device, "update", "float32").call_seconds
+    if problem.table_loads:
+        lookup_R += primitives.find_price(device, "lookup", "float32").call_seconds
+        update_R += primitives.find_price(device, "update", "float32").call_seconds
     return RankLoads(lookup_R, update_R, _copy_seconds(problem, slow_R), slow_R, bytes_R, sent_R, ids_R, reduces, sums)
 
 

@@ -16,7 +16,7 @@ from shardwright.planner.problem import PlacedTables, Problem
 from shardwright.planner.step.rank_calls import Task
 from shardwright.planner.tables.sharding import ShardUnit
 from shardwright.spec.wire import ID_BYTES, LENGTH_BYTES, ROW_ID_BYTES
-from shardwright.spec.workload import DTYPE_BYTES, Dtype
+from shardwright.spec.workload import DTYPE_BYTES, Block, Dtype
 
 SizedCollective = tuple[str, AxisGroups, int]  # collective, groups, bytes
 
@@ -68,15 +68,28 @@ def _reduce_ops(problem: Problem) -> tuple[str, ...]:
     return ("all_reduce",) if uses_all_reduce else ("all_to_all", "all_gather")
 
 
-def gradient_reduce_task(problem: Problem, bytes_: float, *, sustained: bool = False) -> Task:
-    """The sum of dense gradients over all ranks. `sustained`: in a long series of collectives."""
+def gradient_reduce_task(
+    problem: Problem, bytes_: float, blocks: Sequence[Block] = (), *, sustained: bool = False
+) -> Task:
+    """The sum of dense gradients over all ranks, and of those of split experts in `blocks` over their replicas.
+    `sustained`: in a long series of collectives."""
     groups = problem.sample_groups
     if not bytes_ or groups.size == 1:
         return Task()
     ops, size = _reduce_ops(problem), max(1, gradient_wire_bytes(problem, bytes_))
     costs = [group_cost(groups, op, size, sustained=sustained) for op in ops]
     seconds, sent_bytes = sum(cost.seconds for cost in costs), sum(cost.bytes_ for cost in costs)
+    seconds += expert_reduce_task(problem, blocks).seconds_on(0)
     return collective_task(groups, ops[0], seconds, sent_bytes)
+
+
+def expert_reduce_task(problem: Problem, blocks: Sequence[Block]) -> Task:
+    """The sum of the gradients of a rank's own experts in these blocks over their replicas."""
+    groups, bytes_ = problem.expert_replicas, problem.own_expert_bytes(blocks)
+    if groups is None or not bytes_:
+        return Task()
+    cost = group_cost(groups, "all_reduce", max(1, gradient_wire_bytes(problem, bytes_)), sustained=True)
+    return collective_task(groups, "all_reduce", cost.seconds, cost.bytes_)
 
 
 def id_traffic(problem: Problem, placed: PlacedTables) -> np.ndarray:
@@ -143,15 +156,24 @@ def _dense_collectives(problem: Problem, replicated: int) -> Iterator[SizedColle
     Sharded parameters are all-gathered for both passes and their gradients reduce-scattered, then all-reduced over
     replicas. Other gradients are all-reduced; `replicated`: bytes of the gradients of data-parallel tables.
     """
-    total = sum(block.parameter_bytes for block in problem.workload.blocks if dense_model.needs_unshard(problem, block))
+    total = sum(block.parameter_bytes for block in problem.blocks if dense_model.needs_unshard(problem, block))
     for op in ("all_gather", "all_gather", "reduce_scatter"):
         yield from collectives_by_level(problem, op, total)
     shard_bytes = gradient_wire_bytes(problem, total / problem.shard_groups.size)
     if shard_bytes and problem.replica_groups.levels:
         yield "all_reduce", problem.replica_groups, shard_bytes
-    reduce_bytes = gradient_wire_bytes(problem, problem.workload.dense_bytes - total + replicated)
+    dense_bytes = sum(block.parameter_bytes for block in problem.blocks)
+    reduce_bytes = gradient_wire_bytes(problem, dense_bytes - total + replicated)
     if reduce_bytes and problem.sample_groups.size > 1:
         yield from ((op, problem.sample_groups, reduce_bytes) for op in _reduce_ops(problem))
+    expert_bytes = gradient_wire_bytes(problem, problem.own_expert_bytes(problem.blocks))
+    if expert_bytes and problem.expert_replicas is not None:
+        yield "all_reduce", problem.expert_replicas, expert_bytes
+    for part in (part for block in problem.blocks for part in problem.experts_of(block)):
+        rows = part.mixture.rows * problem.local_batch_share  # there and back, in both passes
+        row_bytes = 2 * (part.mixture.row_bytes + part.mixture.result_bytes)
+        groups = AxisGroups(problem.cluster, problem.mesh_axes, part.plan.axes, problem.chunk_ranks)
+        yield "all_to_all", groups, round(rows * row_bytes)
 
 
 def collectives_by_level(problem: Problem, op: str, bytes_: int) -> list[SizedCollective]:

@@ -1,0 +1,181 @@
+"""Expert parallelism: whether the experts of a model are split over ranks, over which, in how many steps, with which
+copies of popular experts.
+
+Candidates split the experts over the ranks along the innermost axes with different samples, one axis more at a time; of
+each the number of steps and the copies are those with the least predicted time for the recorded routing, or for even
+routing if none was recorded. Plans are compared by their whole step, as all plans are.
+
+Shape legend: R ranks, E experts.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+
+from shardwright.errors import UserError, did_you_mean
+from shardwright.planner.dense_strategies import TIE_SHARE
+from shardwright.planner.experts import (
+    COMPUTE_PASSES,
+    EXCHANGES,
+    TRANSFERS,
+    Assignment,
+    ExpertLayer,
+    choose_copies,
+    decide,
+    without_copies,
+)
+from shardwright.planner.memory.budget import bytes_text
+from shardwright.planner.pins import LayerRequest
+from shardwright.planner.price.axis_groups import AxisGroups, group_cost
+from shardwright.planner.problem import Problem, SplitExperts
+from shardwright.planner.search import Candidate
+from shardwright.planner.step.expert_tasks import call_seconds, expert_costs
+from shardwright.spec.expert_rows import IntArray, owners_of
+from shardwright.spec.plan import COPY_POLICIES, CopyPolicy, ExpertCosts, ExpertPlan
+from shardwright.spec.workload import Mixture
+
+# The choice of copies takes time in every call: about this for each pair of a rank and an expert, and at all.
+DECISION_SECONDS, DECISION_PAIR_SECONDS = 2e-4, 3e-7
+MAX_DECISION_SHARE = 0.02  # of a call's time, for copies to be considered where no routing was recorded
+
+
+def check_request(problems: Sequence[Problem], request: LayerRequest) -> None:
+    """Raise if no plan has what the user pinned. `problems`: with all axes that come into question."""
+    num, problem = request.experts, problems[0]
+    if request.expert_copies and request.expert_copies not in COPY_POLICIES:
+        suggestion = did_you_mean(request.expert_copies, COPY_POLICIES)
+        raise UserError(f'plan.expert_copies="{request.expert_copies}" is unknown{suggestion}')
+    if (request.expert_groups or request.expert_copies) and num < 2:
+        name = "expert_groups" if request.expert_groups else "expert_copies"
+        raise UserError(f"plan.{name} is for experts that are split over ranks: set plan.experts=2 or more")
+    if num < 2:
+        return
+    if not problem.workload.experts:
+        raise UserError(f"plan.experts={num}: this model has no mixture of experts")
+    sizes = sorted({groups.size for each in problems for groups in _groups(each)})
+    if num not in sizes:
+        raise UserError(
+            f"plan.experts={num} is no group of neighbouring ranks with different samples; {problem.cluster.name} has "
+            f"groups of {', '.join(map(str, sizes)) or 'one rank'}"
+        )
+    if request.expert_groups > num:
+        raise UserError(f"plan.expert_groups={request.expert_groups}: plan.experts={num} allows 1 to {num}")
+
+
+def options(problem: Problem, request: LayerRequest) -> Iterator[tuple[str, ...]]:
+    """The axes that the experts may be split over; (): all experts on every rank."""
+    if request.experts < 2:
+        yield ()
+    if request.experts != 1 and problem.workload.experts:
+        fewest = min(mixture.num_experts for mixture in problem.workload.experts)
+        for groups in _groups(problem):
+            if groups.size == request.experts or not request.experts and groups.size <= fewest:
+                yield groups.names
+
+
+def _groups(problem: Problem) -> Iterator[AxisGroups]:
+    """The groups of ranks with different samples along the innermost axes, one more at a time."""
+    names = problem.sample_groups.names
+    for start in reversed(range(len(names))):
+        groups = AxisGroups(problem.cluster, problem.mesh_axes, names[start:], problem.chunk_ranks)
+        if groups.size > 1:
+            yield groups
+
+
+def split(problem: Problem, axes: tuple[str, ...], request: LayerRequest) -> Problem:
+    """The problem with its experts split over the ranks along these axes."""
+    if not axes:
+        return problem
+    groups = AxisGroups(problem.cluster, problem.mesh_axes, axes, problem.chunk_ranks)
+    parts = (_split_mixture(problem, mixture, groups, request) for mixture in problem.workload.experts)
+    return replace(problem, experts=tuple(parts))
+
+
+def _split_mixture(problem: Problem, mixture: Mixture, groups: AxisGroups, request: LayerRequest) -> SplitExperts:
+    """The steps and copies of one mixture with which a call takes least time."""
+    costs = expert_costs(problem, mixture, groups)
+    steps = (request.expert_groups,) if request.expert_groups else (1, groups.size)
+    plans = (
+        ExpertPlan(mixture.module, groups.names, num, copies, costs)
+        for num in steps
+        for copies in _copy_policies(_layer(mixture, groups, costs), _rows_of(problem, mixture, groups), request)
+    )
+    return min((split_as(problem, plan) for plan in plans), key=lambda part: sum(call_seconds(part)))
+
+
+def split_as(problem: Problem, plan: ExpertPlan) -> SplitExperts:
+    """A mixture that is split as this plan says."""
+    mixture = next((each for each in problem.workload.experts if each.module == plan.module), None)
+    if mixture is None:
+        raise UserError(f'the plan splits the experts of "{plan.module}", which the workload does not have; plan again')
+    groups = AxisGroups(problem.cluster, problem.mesh_axes, plan.axes, problem.chunk_ranks)
+    costs = expert_costs(problem, mixture, groups)
+    layer, chosen_RE = _layer(mixture, groups, costs), _rows_of(problem, mixture, groups)
+    computed_RE = decide(plan, chosen_RE)
+    is_plain = computed_RE is None
+    assignment = without_copies(layer, chosen_RE) if is_plain else Assignment(layer, chosen_RE, computed_RE)
+    own = max(np.bincount(layer.owners)) * mixture.experts.parameter_bytes / mixture.num_experts
+    return SplitExperts(
+        plan=plan,
+        mixture=mixture,
+        own_bytes=own,
+        copied_bytes=0.0 if is_plain else own,  # balancing gives a rank at most as many copies
+        compute_seconds=assignment.compute_seconds / COMPUTE_PASSES,
+        even_seconds=chosen_RE.sum() / groups.size * costs.compute_row,
+        message_seconds=assignment.exchange_seconds / EXCHANGES,
+        copy_seconds=assignment.copy_seconds / TRANSFERS,
+        latency=group_cost(groups, "all_to_all", 1).seconds,
+    )
+
+
+def _layer(mixture: Mixture, groups: AxisGroups, costs: ExpertCosts) -> ExpertLayer:
+    return ExpertLayer(tuple(owners_of(mixture.num_experts, groups.size).tolist()), costs)
+
+
+def _copy_policies(layer: ExpertLayer, chosen_RE: IntArray, request: LayerRequest) -> list[CopyPolicy]:
+    """The policies to compare: copies if they pay for the recorded routing, or if choosing them takes little time."""
+    if request.expert_copies:
+        return [policy for policy in COPY_POLICIES if policy == request.expert_copies]
+    plain = without_copies(layer, chosen_RE)
+    deciding = DECISION_SECONDS + DECISION_PAIR_SECONDS * chosen_RE.size
+    if choose_copies(layer, chosen_RE).seconds + deciding < plain.seconds:
+        return ["fastest", "none"]
+    return ["fastest"] if deciding < MAX_DECISION_SHARE * plain.seconds else ["none"]
+
+
+def _rows_of(problem: Problem, mixture: Mixture, groups: AxisGroups) -> IntArray:
+    """The rows of each expert that every rank of a group has, by the recorded shares, or evenly."""
+    rows = mixture.rows * problem.local_batch_share
+    shares_E = np.array(mixture.shares or [1 / mixture.num_experts] * mixture.num_experts)
+    ends_E = np.rint(shares_E.cumsum() * rows).astype(np.int64)
+    return np.tile(np.diff(ends_E, prepend=0), (groups.size, 1))
+
+
+def is_better(split: Candidate | None, whole: Candidate | None) -> bool:
+    """Whether the step with split experts is shorter by more than a tie, or the model fits only so."""
+    return split is not None and (whole is None or split.seconds * (1 + TIE_SHARE) < whole.seconds)
+
+
+def describe_split(candidate: Candidate, unsplit_seconds: float, request: LayerRequest) -> str:
+    """Why the experts are split so, or why not. `unsplit_seconds`: of a step with all experts on every rank; infinity:
+    that does not fit, 0: it was not tried."""
+    problem, pinned = candidate.problem, "as pinned, " if request.experts else ""
+    if not problem.experts:
+        return f"{pinned}all on every rank{'' if pinned else ': splitting them would not shorten the step'}"
+    plans = [part.plan for part in problem.experts]
+    groups = AxisGroups(problem.cluster, problem.mesh_axes, plans[0].axes)
+    steps, copies = sorted({plan.groups for plan in plans}), " or ".join(sorted({plan.copies for plan in plans}))
+    steps_text = f"{' or '.join(map(str, steps))} step{'s' * (steps != [1])}"
+    own = sum(part.own_bytes for part in problem.experts)
+    total = sum(part.mixture.experts.parameter_bytes for part in problem.experts)
+    text = (
+        f"{pinned}split over {groups.size} ranks ({', '.join(groups.names)}), {bytes_text(own)} of {bytes_text(total)} "
+        f"of weights on a rank; rows are exchanged in {steps_text}; copies: {copies}"
+    )
+    if unsplit_seconds == inf:
+        return f"{text}; all experts on every rank do not fit"
+    if not unsplit_seconds:
+        return text
+    return f"{text}; the step is {candidate.seconds / unsplit_seconds:.3g}x as long as with all experts on every rank"

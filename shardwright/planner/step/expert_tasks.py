@@ -1,0 +1,123 @@
+"""Experts that are split over ranks: the stages of their exchange inside a pass of a block, and what each costs.
+
+Forward and backward of a mixture have the same stages, in as many steps as the plan has groups: `send` rows (or their
+gradients) to the ranks of their experts, `experts` on those received, `return` the results. `copy` moves the weights of
+copied experts. In backward, `weights`, the gradients of weights, follow, and `copy` moves those of copies.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from shardwright.planner.price.axis_groups import AxisGroups, group_cost
+from shardwright.planner.problem import Problem, SplitExperts
+from shardwright.planner.step import block_tasks, traffic
+from shardwright.planner.step.rank_calls import Task
+from shardwright.spec.lanes import COPIES, EXPERTS, MAIN
+from shardwright.spec.plan import ExpertCosts, Stage
+from shardwright.spec.workload import Block, Mixture, Product
+
+
+def expert_costs(problem: Problem, mixture: Mixture, groups: AxisGroups) -> ExpertCosts:
+    """The costs of one mixture whose experts are split over each of these groups of ranks."""
+    rows = mixture.rows * problem.local_batch_share  # of a rank
+    own = experts_of_rank(mixture, groups.size)
+    compute = block_tasks.pass_task(problem, [own], "forward").seconds_on(0)
+    row_bytes = (mixture.row_bytes + mixture.result_bytes) / 2
+    sent = rows * row_bytes * (groups.size - 1) / groups.size
+    exchange = group_cost(groups, "all_to_all", max(1, round(rows * row_bytes)), sustained=True)
+    per_byte = exchange.seconds / max(1.0, sent)
+    expert_bytes = mixture.experts.parameter_bytes / mixture.num_experts
+    return ExpertCosts(compute / max(1.0, rows), row_bytes * per_byte, expert_bytes * per_byte)
+
+
+def experts_of_rank(mixture: Mixture, num_ranks: int) -> Block:
+    """The block of a rank's experts, with the rows that all ranks have for them if routing is even."""
+
+    def gather(product: Product) -> Product:
+        if product.grows == "num":
+            return product
+        fewer = max(1, round(product.num / num_ranks))
+        larger = getattr(product, product.grows) * product.num / fewer
+        return replace(product, num=fewer, **{product.grows: round(larger)})
+
+    block = mixture.experts
+    return replace(
+        block,
+        parameters=block.parameters // num_ranks,
+        parameter_bytes=block.parameter_bytes // num_ranks,
+        forward_products=tuple(map(gather, block.forward_products)),
+        backward_products=tuple(map(gather, block.backward_products)),
+    )
+
+
+def call_seconds(part: SplitExperts) -> tuple[float, float]:
+    """Seconds of the stages of a call, forward and backward: on a rank's link one message after the other, and its
+    computation of a step's rows as soon as they are there."""
+    compute, message = part.step_seconds
+    seconds: list[float] = []
+    for copied in (part.copy_seconds, 0.0):  # copied weights follow the rows
+        link, computed = part.plan.groups * message + copied, 0.0
+        for step in range(part.plan.groups):
+            computed = max(computed, (step + 1) * message) + compute
+            link = max(link, computed) + message
+        seconds.append(max(link, computed))
+    return seconds[0], max(seconds[1], computed + part.compute_seconds) + part.copy_seconds
+
+
+def added_seconds(problem: Problem, blocks: Sequence[Block], direction: str) -> float:
+    """What the exchange of experts adds to a pass of these blocks, whose computation counts even routing."""
+    parts = [part for block in blocks for part in problem.experts_of(block)]
+    if direction == "forward":
+        return sum(call_seconds(part)[0] - part.even_seconds for part in parts)
+    return sum(call_seconds(part)[1] - 2 * part.even_seconds for part in parts)
+
+
+def exchange_stages(
+    problem: Problem, block: Block, source: str, outputs: tuple[str, ...], *, backward: bool = False
+) -> Iterator[Stage]:
+    """The stages of a block's mixtures, after the slot `source`; the last to return rows writes `outputs`."""
+    prefix, parts = "gradient." if backward else "", problem.experts_of(block)
+    for index, part in enumerate(reversed(parts) if backward else parts):
+        name, num = part.plan.module, part.plan.groups
+        slots = [[f"{prefix}{name}.{kind}.{step}" for step in range(num)] for kind in ("received", "computed", "back")]
+        copied = (f"{prefix}{name}.copied",) if part.copy_seconds and not backward else ()
+        yield from (Stage(f"send {name}", EXPERTS, (source,), (received,)) for received in slots[0])
+        if copied:
+            yield Stage(f"copy {name}", COPIES, (source,), copied)
+        for step, (received, computed, back) in enumerate(zip(*slots, strict=True)):
+            is_last = step + 1 == num
+            yield Stage(f"experts {name}", MAIN, (received, *(copied if is_last else ())), (computed,))
+            written = outputs if is_last and index + 1 == len(parts) else (back,)
+            yield Stage(f"return {name}", EXPERTS, (computed,), written)
+            source = back
+        if backward:
+            yield Stage(f"weights {name}", MAIN, (slots[1][-1],), (f"{prefix}{name}.weights",))
+            if part.copy_seconds:
+                yield Stage(f"copy {name}", COPIES, (f"{prefix}{name}.weights",), (f"{prefix}{name}.copied",))
+
+
+def without_experts(problem: Problem, block: Block, forward: Task, backward: Task) -> tuple[Task, Task]:
+    """The passes of a block without the computation of its split experts. A recomputed forward pass repeats it all."""
+    even = sum(part.even_seconds for part in problem.experts_of(block))
+    recomputed = 0.0
+    if block.name in dict(problem.dense.recompute):
+        recomputed = added_seconds(problem, [block], "forward")
+    paces = (block_tasks.measured_pace(problem, [block], direction) for direction in ("forward", "backward"))
+    forward_pace, backward_pace = paces
+    return forward.lengthen(-even * forward_pace), backward.lengthen(recomputed - 2 * even * backward_pace)
+
+
+def exchange_tasks(problem: Problem, block: Block) -> dict[str, Task]:
+    """The task of each of these stages."""
+    tasks, pace = dict[str, Task](), block_tasks.measured_pace(problem, [block], "forward")
+    for part in problem.experts_of(block):
+        name, (compute, message) = part.plan.module, part.step_seconds
+        groups = AxisGroups(problem.cluster, problem.mesh_axes, part.plan.axes, problem.chunk_ranks)
+        rows = part.mixture.rows * problem.local_batch_share / part.plan.groups
+        bytes_ = round(rows * (part.mixture.row_bytes + part.mixture.result_bytes) / 2)
+        tasks[f"send {name}"] = tasks[f"return {name}"] = traffic.collective_task(groups, "all_to_all", message, bytes_)
+        tasks[f"experts {name}"] = Task(seconds=compute * pace)
+        tasks[f"weights {name}"] = Task(seconds=part.compute_seconds * pace)
+        if part.copy_seconds:
+            tasks[f"copy {name}"] = traffic.collective_task(groups, "all_to_all", part.copy_seconds, 0)
+    return tasks
