@@ -19,6 +19,7 @@ from shardwright.spec.checks import raise_if_any
 from shardwright.spec.generated_text import GeneratedText
 from shardwright.spec.model_flops import ModelFlops
 from shardwright.spec.plan import Plan
+from shardwright.spec.routing import ROUTING_FILE, RoutedRows, read_routing
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
@@ -131,6 +132,7 @@ class RunRecord:
     machine_windows: tuple[MachineWindow, ...] = ()
     model_flops: ModelFlops | None = None
     generated_text: GeneratedText | None = None
+    routing: tuple[RoutedRows, ...] = ()
 
 
 def read_record(path: Path) -> RunRecord:
@@ -159,6 +161,7 @@ def read_record(path: Path) -> RunRecord:
         machine_windows=tuple(read_machine_windows(path / "machine.jsonl")),
         model_flops=read_if_exists(ModelFlops, path / "model_flops.json"),
         generated_text=read_if_exists(GeneratedText, path / "generated.json"),
+        routing=tuple(read_routing(path / ROUTING_FILE)) if (path / ROUTING_FILE).exists() else (),
     )
 
 

@@ -8,7 +8,7 @@ import platform
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +27,7 @@ from shardwright.runtime.run.machine import Threads
 from shardwright.runtime.run.tensorboard import EventFileWriter
 from shardwright.spec import files
 from shardwright.spec.plan import Plan
+from shardwright.spec.routing import ROUTING_FILE, RoutedRows
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
@@ -36,6 +37,7 @@ PRIVATE_MODE = 0o700  # mode of a run directory that only its owner may read
 CHANGEABLE_KEYS = (
     *("run.resume", "run.directory", "run.private", "ranks", "restarts", "train.overlap"),
     *("plan.cluster", "plan.dense", "plan.pipeline", "plan.micro_batches"),
+    *("plan.experts", "plan.expert_groups", "plan.expert_copies"),
     *("data.workers", "data.prefetch", "data.readers", "data.reader_keys"),
     *("train.publish_every", "train.keep_publications"),
 )
@@ -186,6 +188,12 @@ class RunDirectory:
             with _explain_write_errors(path := self.path / "machine.jsonl"):
                 _append(path, line)
 
+    def log_routing(self, records: Sequence[RoutedRows]) -> None:
+        """Append the routing of a step to routing.jsonl, in a single write."""
+        if self.is_writer and records:
+            with _explain_write_errors(path := self.path / ROUTING_FILE), path.open("a") as lines:
+                lines.write("".join(record.to_line() for record in records))
+
     def read_environment(self) -> dict[str, Any]:
         """The environment of the last process that trained this run; empty before the first."""
         path = self.path / "environment.json"
@@ -193,21 +201,19 @@ class RunDirectory:
 
     def read_lines(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
         """Read every complete line of a file; an incomplete last line, as kill -9 leaves it, is skipped."""
-        path = self.path / name
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return [json.loads(line) for line in _complete_lines(self.path / name)]
 
     def rewind(self, step: int) -> None:
-        """Delete metrics and publications after a step, since the run repeats the steps that follow."""
+        """Delete metrics, routing and publications after a step, since the run repeats the steps that follow."""
         if not self.is_writer:
             return
         for path in list_checkpoints(self.published):
             if path > checkpoint_path(self.published, step):
                 drop(path)
-        lines = [line for line in self.read_lines() if line["step"] <= step and line["kind"] not in ("test", "end")]
-        files.write_text("".join(json.dumps(line) + "\n" for line in lines), self.path / "metrics.jsonl")
-        windows = [json.dumps(line) + "\n" for line in self.read_lines("machine.jsonl") if line["step"] <= step]
-        files.write_text("".join(windows), self.path / "machine.jsonl")
+        for path in (self.path / name for name in ("metrics.jsonl", "machine.jsonl", ROUTING_FILE)):
+            if path.name != ROUTING_FILE or path.exists():
+                lines = [text for text in _complete_lines(path) if _is_kept(json.loads(text), step)]
+                files.write_text("".join(lines), path)
 
     def last_checkpoint(self) -> Path | None:
         checkpoints = list_checkpoints(self.checkpoints)
@@ -220,6 +226,16 @@ def _explain_write_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); continue with run.resume=true") from error
+
+
+def _complete_lines(path: Path) -> list[str]:
+    text = path.read_text() if path.exists() else ""
+    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _is_kept(line: Mapping[str, Any], step: int) -> bool:
+    """Whether a line is not written again by a run that continues after a step."""
+    return line["step"] <= step and line.get("kind") not in ("test", "end")
 
 
 def _append(path: Path, line: Mapping[str, Any]) -> None:

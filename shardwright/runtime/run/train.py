@@ -40,6 +40,7 @@ from shardwright.runtime.run import learning_rate, metrics, recipe
 from shardwright.runtime.run.directory import RunDirectory, resume_hint
 from shardwright.runtime.run.generate_text import generate_text
 from shardwright.runtime.run.machine import MachineMeter
+from shardwright.runtime.run.routing_recorder import RoutingRecorder
 from shardwright.runtime.run.setup import (
     COLLECTIVE_TIMEOUT_SECONDS,
     hottest_ids,
@@ -141,6 +142,7 @@ class Trainer:
         self.directory = directory
         self.watcher = watcher
         self.token_meter = token_meter
+        self.routing = RoutingRecorder(job.model, self.rank_group)
         self.label = job.model.loss.label if isinstance(job.model.loss, BinaryLoss) else None
         self.samples = 0  # trained on since the start of the run
         self.seconds = 0.0  # spent training since the start of the run
@@ -207,40 +209,43 @@ class Trainer:
         train = self.settings.train
         window, start_seconds, start_samples = self._make_window(), self.seconds, self.samples
         while (self.job.step < train.steps or not train.steps) and not self.early_stopping.should_stop:
-            rate = learning_rate.factor(self.job.step + 1, train)
-            self.job.scale_rates(rate)
+            step = self.job.step + 1
+            is_last = step == train.steps
+            saves = bool(train.checkpoint_every) and step % train.checkpoint_every == 0
+            due = step % train.log_every == 0 or saves or is_last  # a resumed run starts with a new window
+            self.job.scale_rates(rate := learning_rate.factor(step, train))
+            self.routing.begin_step(is_recorded=due)
             start = time.perf_counter()
             step_outputs = self._run_step(outputs)
             if not step_outputs:
                 self._save_after_stop(window, start_seconds, start_samples)
                 return self.job.stop_signal or self.stop_request.signal
             self.stop_request.restart_time_limit()
-            is_last = self.job.step == train.steps
-            saves = bool(train.checkpoint_every) and self.job.step % train.checkpoint_every == 0
-            due = self.job.step % train.log_every == 0 or saves or is_last  # a resumed run starts with a new window
             with self.job.tracer.trace_stage(METRICS_STAGE):
                 for output in step_outputs:
                     window.update(output, mean_penalty(self.job.model.loss, output))
                 values = self.rank_group.all_gather_window(window).compute() if due else {}
+                routing = self.routing.gather(step) if due else []
             self.seconds += time.perf_counter() - start
-            self.watcher.step(self.job.step, self.samples)
+            self.watcher.step(step, self.samples)
             if due:
                 speed = (self.samples - start_samples) / (self.seconds - start_seconds)
                 self._log("train", values | {"samples_per_second": speed, "seconds": self.seconds, "rate": rate})
-                line = {"step": self.job.step, "samples": self.samples, "before": start_samples}
+                self.directory.log_routing(routing)
+                line = {"step": step, "samples": self.samples, "before": start_samples}
                 self.directory.log_machine(line | self.machine_meter.measure_window())
                 if train.progressive:
                     self.progressive_evaluation = self._log(
                         "progressive", self.rank_group.all_reduce_lifetime(self.lifetime_metrics).compute()
                     )
                 window, start_seconds, start_samples = self._make_window(), self.seconds, self.samples
-            if is_last or train.eval_every and self.job.step % train.eval_every == 0:
+            if is_last or train.eval_every and step % train.eval_every == 0:
                 self._evaluate("eval", recipe.evaluation_source(self.settings, self.source, self.samples))
                 self._update_early_stopping()
             ends = is_last or self.early_stopping.should_stop
             if ends or saves:
                 self._checkpoint()
-            if train.publish_every and (ends or self.job.step % train.publish_every == 0):
+            if train.publish_every and (ends or step % train.publish_every == 0):
                 with self.stop_request.suspend_time_limit():
                     self.job.publish_with(
                         self.publisher, {"samples": self.samples, "transforms": self.transforms_digest}
@@ -368,7 +373,6 @@ class Trainer:
             for path in list_checkpoints(self.directory.best):
                 if path < checkpoint_path(self.directory.best, min(self.best_steps)):
                     drop(path)
-        if self.rank_group.is_first:
             files.write_text(self.job.tracer.timeline().to_chrome(), self.directory.path / "trace.json")
 
     def _restore(self) -> None:
