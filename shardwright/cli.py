@@ -3,6 +3,7 @@
 import errno
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,10 +16,11 @@ from shardwright.errors import UserError, check_file_name
 from shardwright.lab.commands import lab
 from shardwright.runtime.run.reader import reader
 from shardwright.serving import commands as serving
-from shardwright.spec import presets
+from shardwright.spec import presets, routing_trace
 
 if TYPE_CHECKING:
     from shardwright.config import Settings
+    from shardwright.planner.routing_gains import RoutingGains
 
 app = typer.Typer(
     help="Shardwright trains models that outgrow a device.",
@@ -213,7 +215,9 @@ def measure(
 
 @app.command()
 def plan(
-    recipe: Annotated[str, typer.Argument(help="A built-in recipe, a .toml file, or a workload .json.")],
+    recipe: Annotated[
+        str, typer.Argument(help="A built-in recipe, a .toml file, a workload .json, or recorded routing .jsonl.")
+    ],
     cluster: Annotated[
         str,
         typer.Option(
@@ -233,19 +237,28 @@ def plan(
 ) -> None:
     """Plan the sharding of tables and the schedule of a step, and predict its time; write the plan and a page.
 
+    For recorded routing of experts, predict what copies and steps would gain, and place experts: docs/routing.md.
+
     \b
     shardwright plan synthetic-dlrm --cluster cluster.toml
     shardwright plan synthetic-dlrm --cluster zionex-128-a100 --batch 65536 --explain
     shardwright plan workload.json --cluster cluster.toml allow='["wire.bf16"]' plan.pins.site=row
+    shardwright plan moe-gpt --cluster cluster.toml plan.routing=routing.jsonl
+    shardwright plan routing.jsonl --cluster johnny experts.channels=4096 experts.hidden=1536 experts.form=swiglu
     """
     from shardwright.report import plan as page
     from shardwright.report import terminal
+    from shardwright.runtime import routing_request
     from shardwright.runtime.planning import read_plan_request
     from shardwright.spec import files
 
     console = Console(width=max(Console().width, 120))
     if output.suffix != ".json":
         raise UserError(f"{output}: a plan is a .json file; set --output to a name that ends in .json")
+    if routing_trace.is_trace(recipe):
+        _check_trace_options(recipe, {"batch": batch, "explain": explain, "compare": compare, "export": export})
+        _print_gains(console, routing_request.analyse_trace(recipe, overrides or (), cluster), output)
+        return
     if export not in ("", "torchrec"):
         raise UserError(f'export="{export}"; allowed: torchrec')
     planning = read_plan_request(recipe, overrides or (), cluster, batch)
@@ -273,9 +286,28 @@ def plan(
             soft_wrap=True,
         )
     console.print(f"plan  {output}", highlight=False, soft_wrap=True)
-    console.print(
-        f"page  {page.render(result, output.with_suffix('.html'), torchrec)}", highlight=False, soft_wrap=True
-    )
+    gains = routing_request.analyse_plan(planning, result)
+    if gains:
+        _print_gains(console, gains, output, has_page=False)
+    target = page.render(result, output.with_suffix(".html"), torchrec, gains)
+    console.print(f"page  {target}", highlight=False, soft_wrap=True)
+
+
+def _check_trace_options(path: str, options: Mapping[str, object]) -> None:
+    if given := [name for name, value in options.items() if value]:
+        raise UserError(f"{path} is recorded routing: --{given[0]} is for a recipe; drop it")
+
+
+def _print_gains(console: Console, gains: "RoutingGains", output: Path, *, has_page: bool = True) -> None:
+    """Print the gains of recorded routing, and write the placement; `has_page`: and a page of its own."""
+    from shardwright.report import routing, terminal
+
+    for title, grid in routing.grids(gains):
+        console.print(terminal.rich_table(title, grid))
+    for line in (*routing.notes(gains), *routing.write_placement(gains, output)):
+        console.print(line, highlight=False, soft_wrap=True)
+    if has_page:
+        console.print(f"page  {routing.render(gains, output.with_suffix('.html'))}", highlight=False, soft_wrap=True)
 
 
 @app.command()

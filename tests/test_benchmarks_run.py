@@ -18,13 +18,18 @@ NEEDS_LAB = (
     "hsdp",
     "ingest",
     "moe",
+    "moe_peers",
     "pipeline",
     "precision",
     "recipes",
     "serving",
     "sharding",
 )
-PICTURES = {"sharding_picture": "sharding-2cores.json", "dhen_picture": "dhen_published-simulated.json"}
+PICTURES = {
+    "sharding_picture": "sharding-2cores.json",
+    "dhen_picture": "dhen_published-simulated.json",
+    "fastermoe_picture": "fastermoe.json",
+}
 
 
 @pytest.mark.slow
@@ -41,6 +46,8 @@ def test_the_smallest_case_runs(name):
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     cases = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     assert cases, f"no case was printed: {result.stdout}"
+    if "skipped" in cases[0]:
+        pytest.skip(cases[0]["skipped"])
 
 
 @pytest.mark.slow
@@ -54,15 +61,25 @@ def test_a_picture_is_drawn_from_the_committed_results(name, tmp_path):
 
 
 def test_every_benchmark_has_a_smallest_case():
-    """All modules except shared code, plotting, and workers that run in TorchRec's environment."""
+    """All modules except shared code, plotting, and workers that run in environments of peers."""
     shared = {
         *("__init__", "__main__", "criteo_like", "dependencies", "dhen_cases", "dhen_data", "dhen_summary"),
         *(
             "embedding_peers",
+            "fastermoe_claims",
+            "fastermoe_models",
+            "fastermoe_runs",
+            "fastermoe_schedule",
             "hsdp_model",
             "live_memory",
+            "moe_peer_turns",
+            "moe_policies",
+            "moe_rivals",
             "moe_routing",
             "moe_sides",
+            "moe_summary",
+            "moe_torchtitan",
+            "moe_worker",
             "pipeline_sides",
             "placement_torchrec",
             "results_file",

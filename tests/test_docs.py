@@ -23,6 +23,7 @@ from shardwright.lab.shape import Host, Shape
 from shardwright.models.names import MODELS
 from shardwright.runtime.run.recipe import SOURCES
 from shardwright.spec import files
+from shardwright.spec.expert_placement import ExpertPlacement
 from shardwright.spec.optimizer import SparseOptimizer
 from shardwright.spec.workload import Block, Workload
 
@@ -118,6 +119,26 @@ def test_the_hand_written_workload_of_the_page_can_be_planned(folder):
         folder, sys.executable, "-m", "shardwright", "plan", "embeddings.json", "--cluster", "two-cores", "-o", "p.json"
     )
     files.read(Workload, folder / "embeddings.json").verify()
+
+
+def test_the_recorded_routing_of_the_page_can_be_planned(folder):
+    run(folder, sys.executable, "record_routing.py")
+    keys = ("experts.channels=1024", "experts.hidden=2048")
+    run(
+        folder,
+        sys.executable,
+        "-m",
+        "shardwright",
+        "plan",
+        "routing.jsonl",
+        "--cluster",
+        "johnny",
+        *keys,
+        "-o",
+        "mine.json",
+    )
+    files.read(ExpertPlacement, folder / "mine.placement.json").verify()
+    assert len(json.loads((folder / "mine.sglang.json").read_text())["physical_to_logical_map"]) == 2
 
 
 def test_the_page_of_recipe_keys_agrees_with_the_signatures():

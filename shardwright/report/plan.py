@@ -14,10 +14,11 @@ from shardwright.planner import dense_strategies, plan, reprice
 from shardwright.planner.memory import budget
 from shardwright.planner.plan import PlanningResult
 from shardwright.planner.price import roofline
+from shardwright.planner.routing_gains import RoutingGains
 from shardwright.planner.search import Candidate
 from shardwright.planner.step import critical_path, prediction, traffic
 from shardwright.planner.tables.balance import imbalance
-from shardwright.report import html_template, plots, torchrec_export
+from shardwright.report import html_template, plots, routing, torchrec_export
 from shardwright.report.html_template import Grid
 from shardwright.report.plots import Figure
 from shardwright.report.units import axis_byte_unit, axis_time_unit, time_text
@@ -40,9 +41,17 @@ MEMORY_COLUMNS = MappingProxyType(
 )
 
 
-def render(result: PlanningResult, path: Path, torchrec_result: PlanningResult | None = None) -> Path:
-    """Write the page of a plan; `torchrec_result` is the plan within TorchRec's limits, if any."""
+def render(
+    result: PlanningResult,
+    path: Path,
+    torchrec_result: PlanningResult | None = None,
+    gains: RoutingGains | None = None,
+) -> Path:
+    """Write the page of a plan; `torchrec_result` is the plan within TorchRec's limits, if any; `gains`: of recorded
+    routing, if given."""
     figures = tuple(plan_figures(result))
+    if gains:
+        figures = (routing.gain_figure(gains), *figures)
     problem = result.candidate.problem
     summary = f"{len(problem.table_loads):,} tables at a batch of {problem.batch_size:,} on {problem.cluster.name}"
     text = html_template.render_template(
@@ -50,8 +59,17 @@ def render(result: PlanningResult, path: Path, torchrec_result: PlanningResult |
         brand="Shardwright plan",
         curves_title="Load, memory and schedule",
         title=problem.cluster.name,
-        notes=(f"{summary}. All times are predicted.", *map(to_sentence, step_reasons(result, torchrec_result))),
-        grids=(("Tables", table_plan_grid(result)), *dense_grids(result), ("What bounds the step", bound_grid(result))),
+        notes=(
+            f"{summary}. All times are predicted.",
+            *map(to_sentence, step_reasons(result, torchrec_result)),
+            *(map(to_sentence, gains.notes) if gains else ()),
+        ),
+        grids=(
+            *(routing.grids(gains) if gains else ()),
+            ("Tables", table_plan_grid(result)),
+            *dense_grids(result),
+            ("What bounds the step", bound_grid(result)),
+        ),
         curves=figures,
         figures=figures,
     )
