@@ -8,10 +8,10 @@ Zipf law generates routing. Each line has "simulated" and "routing". Lines, by "
 
 "model": table 2's models, milliseconds of all MoE layers of an iteration, forward and backward, and gains over "plain"
   (FastMoE). ZeRO-2, ZeRO-3: data parallel. "shadows": Algorithm 1, "steps": the schedule with groups of 4 ranks.
-  "ours": exact copies or shadows, chosen by links, in our schedule; "ours, one rate": chosen by one price of a message,
-  as a running job does today. "even routing": the force-balanced ideal in our schedule; "ideal_share": its time / ours.
+  "ours": exact copies or shadows, chosen by links, in our schedule; "ours, in a job": chosen by the costs in a plan, as
+  a running job does. "even routing": the force-balanced ideal in our schedule; "ideal_share": its time / ours.
 "shadowed": shadows by iteration and layer (figure 11). "layers": the schedule by layer (figure 12).
-"predictor": the complete model with one rate against the seconds of links.
+"predictor": the complete model against the seconds of all links.
 "bandwidth": decisions with wrong bandwidths, at the true ones: time over that of right decisions (A.4.3).
 "geometry": other numbers of ranks, channels and hidden widths (A.5). "rack": ours on fast networks, as UltraEP.
 "claim": the paper's figure, the simulated one of its methods, and ours. If the first two differ by more than 20 %,
@@ -90,7 +90,7 @@ MILD = 0.5  # exponent of a Zipf law
 
 def model_line(run: Run) -> Line:
     ideal = ideal_seconds(run.setting, run.groups) * run.model.num_layers
-    sides = ("plain", "shadows", "steps", "shadows, steps", "ours, one rate", "ours")
+    sides = ("plain", "shadows", "steps", "shadows, steps", "ours, in a job", "ours")
     seconds = {side: run.seconds(side) for side in sides} | {"even routing": ideal}
     seconds |= {"ZeRO-2": run.data_parallel_seconds(ZERO_2), "ZeRO-3": run.data_parallel_seconds(ZERO_3)}
     model = run.model
@@ -141,12 +141,12 @@ def layers_line(run: Run) -> Line:
 
 
 def predictor_lines(cluster: str, routings: Routings) -> Iterator[Line]:
-    """The complete model with one price of a row against Equation 2 on all links, without overlap."""
+    """The complete model against Equation 2 on all links, without overlap."""
     settings = [model.setting for model in MODELS if model.cluster_name == cluster]
-    for name in ("rate of the card", "rate of even rows"):
+    for name in ("rate of the card", "the planner's costs"):
         pairs = list[tuple[float, float]]()
         for setting in settings:
-            layer = setting.paper_layer if name == "rate of the card" else setting.one_rate_layer
+            layer = setting.paper_layer if name == "rate of the card" else setting.planned_layer
             for _, _, chosen_RE in routings.samples(setting):
                 shadows = replace(paper_shadows(setting, chosen_RE), layer=layer)
                 for assignment in (without_copies(layer, chosen_RE), shadows):
@@ -214,7 +214,7 @@ def rack_lines(routings: Routings) -> Iterator[Line]:
         for each in (routings, replace(routings, trace="", exponent=MILD)):
             run = simulate_model(replace(MODELS[0], num_layers=1), setting, each)
             ideal, imbalance = ideal_seconds(setting, run.groups), run.values["compute"].mean()
-            seconds = {side: run.seconds(side) for side in ("plain", "shadows, steps", "ours, one rate", "ours")}
+            seconds = {side: run.seconds(side) for side in ("plain", "shadows, steps", "ours, in a job", "ours")}
             yield {
                 "routing": each.text,
                 "what": "rack",

@@ -82,11 +82,11 @@ class Layer:
         }
 
     def our_seconds(self, num_groups: int) -> dict[str, float]:
-        """Our schedule with copies chosen by links, and by one rate as a running job chooses today."""
-        one_rate = choose_copies(self.setting.one_rate_layer, self.chosen_RE, overlap=True)
+        """Our schedule with copies chosen by all links, and by the planner's costs, as a running job chooses them."""
+        planned = choose_copies(self.setting.planned_layer, self.chosen_RE, overlap=True)
         return {
             "ours": Schedule(self.ours, num_groups).our_seconds,
-            "ours, one rate": Schedule(Traffic(self.setting, one_rate), num_groups).our_seconds,
+            "ours, in a job": Schedule(Traffic(self.setting, planned), num_groups).our_seconds,
         }
 
     @property

@@ -9,7 +9,7 @@ Shape legend: R ranks (RR: from, to), E experts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,10 +18,13 @@ from numpy.typing import NDArray
 from shardwright.experts.copies import GRADIENT_BYTES
 from shardwright.planner.experts import COMPUTE_PASSES, EXCHANGES, TRANSFERS, Assignment, ExpertLayer
 from shardwright.planner.price import primitives
+from shardwright.planner.problem import Precision
+from shardwright.planner.search import define_problem
+from shardwright.planner.step.expert_tasks import expert_costs
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.expert_rows import RowRanges, owners_of
 from shardwright.spec.plan import ExpertCosts
-from shardwright.spec.workload import DTYPE_BYTES, Dtype
+from shardwright.spec.workload import DTYPE_BYTES, Block, Dtype, Mixture, Workload
 
 FloatArray = NDArray[np.float64]
 ZERO_2, ZERO_3 = 2, 3  # collectives of all weights: all-gathers for each pass that needs them, a reduce-scatter
@@ -69,11 +72,16 @@ class Setting:
         return self._layer(ExpertCosts(self.compute_row, self.row_bytes / rate, self.expert_bytes / rate))
 
     @cached_property
-    def one_rate_layer(self) -> ExpertLayer:
-        """The layer at the rate that even rows reach over all links, as planner/step/expert_tasks.py prices it."""
-        even_RR = np.full((self.num_ranks, self.num_ranks), 1e6 / self.num_ranks)
-        per_byte = primitives.slowest_link_seconds(self.cluster, even_RR) / (1e6 * (1 - 1 / self.num_ranks))
-        return self._layer(ExpertCosts(self.compute_row, self.row_bytes * per_byte, self.expert_bytes * per_byte))
+    def planned_layer(self) -> ExpertLayer:
+        """The layer with the planner's costs, by which a running job chooses its copies."""
+        num, row_bytes = self.num_experts, round(self.row_bytes)
+        experts = Block("moe.experts", 0, round(num * self.expert_bytes), 0, 0, 0)
+        mixture = Mixture("moe", "moe", num, self.rows * self.num_ranks, row_bytes, row_bytes, experts)
+        block = replace(experts, name="moe")
+        model = Workload(1, self.num_ranks, (), (), (), blocks=(block,), experts=(mixture,))
+        problem = define_problem(model, self.cluster, self.num_ranks, Precision())
+        costs = expert_costs(problem, mixture, problem.sample_groups)
+        return self._layer(replace(costs, compute_row=self.compute_row))
 
     def _layer(self, costs: ExpertCosts) -> ExpertLayer:
         return ExpertLayer(tuple(owners_of(self.num_experts, self.num_ranks).tolist()), costs)

@@ -3,7 +3,7 @@
 A rank holds its own experts. A copy of another rank's expert costs two transfers of its size, of weights and of their
 gradients; rows that are computed where they are need none. Equation numbers are those of FasterMoE (PPoPP'22).
 
-Shape legend: R ranks, E experts.
+Shape legend: R ranks, E experts, G groups of ranks that share a link.
 """
 
 import math
@@ -53,23 +53,28 @@ class Assignment:
         return ranks, experts
 
     @cached_property
-    def moved_rows(self) -> int:
-        """The most rows that a rank sends or receives in one exchange."""
-        local_RE = RowRanges(self.chosen_RE, self.computed_RE, np.array(self.layer.owners)).local_RE
-        sent_R, received_R = (self.chosen_RE - local_RE).sum(1), (self.computed_RE - local_RE).sum(1)
-        return int(max(sent_R.max(initial=0), received_R.max(initial=0)))
+    def _ranges(self) -> RowRanges:
+        return RowRanges(self.chosen_RE, self.computed_RE, np.array(self.layer.owners))
 
-    @cached_property
-    def moved_experts(self) -> int:
-        """The most experts that a rank sends or receives: a chain of ranks hands each copied expert on."""
-        (ranks, experts), num, owners = self.copies, len(self.loads_R), np.array(self.layer.owners)
-        received_R = np.bincount(ranks, minlength=num)
-        position = (ranks - owners[experts]) % num  # in the chain from the owner on
-        last_E = np.zeros(len(owners), np.int64)
-        np.maximum.at(last_E, experts, position)
-        sent_R = received_R - np.bincount(ranks[position == last_E[experts]], minlength=num)
-        sent_R += np.bincount(owners[last_E > 0], minlength=num)
-        return int(max(sent_R.max(initial=0), received_R.max(initial=0)))
+    def moved_rows(self, size: int = 1) -> int:
+        """The most rows that a group of `size` consecutive ranks sends to others, or receives, in one exchange."""
+        local_G = self._ranges.local_rows(size).sum(1)
+        sent_G, received_G = (
+            _by_group(rows_RE.sum(1), size) - local_G for rows_RE in (self.chosen_RE, self.computed_RE)
+        )
+        return int(max(sent_G.max(initial=0), received_G.max(initial=0)))
+
+    def moved_experts(self, size: int = 1) -> int:
+        """The most experts that a group of `size` consecutive ranks sends to others, or receives: a chain of ranks
+        hands each copied expert on."""
+        (ranks, experts), owners = self.copies, np.array(self.layer.owners)
+        order = np.lexsort(((ranks - owners[experts]) % len(self.loads_R), experts))
+        to, experts = ranks[order], experts[order]
+        is_first = np.diff(experts, prepend=-1) != 0  # in its chain
+        source = np.where(is_first, owners[experts], np.roll(to, 1))
+        leaves = source // size != to // size
+        sent, received = (np.bincount(each[leaves] // size) for each in (source, to))
+        return int(max(sent.max(initial=0), received.max(initial=0)))
 
     def chains(self) -> dict[int, list[int]]:
         """By copied expert, the ranks that hold a copy, in the order of the chain from its owner on."""
@@ -86,15 +91,18 @@ class Assignment:
 
     @cached_property
     def exchange_seconds(self) -> float:
-        """Equation 2 for all exchanges of rows."""
-        return EXCHANGES * self.moved_rows * self.layer.costs.send_row
+        """Equation 2 for all exchanges of rows: the busiest link counts."""
+        costs = self.layer.costs
+        shared = (self.moved_rows(link.ranks) * link.send_row for link in costs.shared)
+        return EXCHANGES * max(self.moved_rows() * costs.send_row, *shared, 0.0)
 
     @cached_property
     def copy_seconds(self) -> float:
         """A chain hands on parts of weights, but whole gradients of parameters, about half an expert each."""
-        longest = max(np.bincount(self.copies[1]).tolist(), default=0)
-        transfers = TRANSFERS * self.moved_experts + 0.5 * max(0, longest - 1)
-        return transfers * self.layer.costs.send_expert
+        costs, longest = self.layer.costs, max(np.bincount(self.copies[1]).tolist(), default=0)
+        shared = (self.moved_experts(link.ranks) * link.send_expert for link in costs.shared)
+        transfers = TRANSFERS * max(self.moved_experts() * costs.send_expert, *shared, 0.0)
+        return transfers + 0.5 * max(0, longest - 1) * costs.send_expert
 
     @cached_property
     def seconds(self) -> float:
@@ -106,6 +114,10 @@ class Assignment:
         """The least time if messages overlap with computation: in forward, a third of it, and in backward."""
         messages, forward = (self.exchange_seconds + self.copy_seconds) / 2, self.compute_seconds / COMPUTE_PASSES
         return max(messages, forward) + max(messages, self.compute_seconds - forward)
+
+
+def _by_group(values_R: IntArray, size: int) -> IntArray:
+    return values_R.reshape(-1, size).sum(1)
 
 
 def without_copies(layer: ExpertLayer, chosen_RE: IntArray) -> Assignment:

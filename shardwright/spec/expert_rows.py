@@ -5,7 +5,7 @@ on, cyclically, so that the owner's are last; then as on that rank. Ranks that c
 those with a copy, take consecutive ranges of this order, in the same order of ranks. A sum over these rows, as a
 weight's gradient is, can thus be continued from rank to rank, and ends at the owner.
 
-Shape legend: R ranks; E experts.
+Shape legend: R ranks; E experts; G groups of as many consecutive ranks, S ranks of a group.
 """
 
 from collections.abc import Iterator
@@ -59,6 +59,19 @@ class RowRanges:
         """Rows that each rank computes of its own."""
         return _overlap(self.before_RE, self.until_RE, self.start_RE, self.end_RE)
 
+    def local_rows(self, size: int) -> IntArray:
+        """(G, E) Rows that the ranks of each group have and compute, in groups of `size` ranks."""
+        if size == 1:
+            return self.local_RE
+        ranks_R = np.arange(len(self.order_RE))
+        # In the order of an expert's rows, its owner's group is in two parts: ranks after the owner, and up to it.
+        in_owners_group_RE = ranks_R[:, None] // size == self.owners_E // size
+        is_last_RE = in_owners_group_RE & (ranks_R[:, None] <= self.owners_E)
+        has = [_bounds(self.before_RE, self.until_RE, part_RE, size) for part_RE in (is_last_RE, ~is_last_RE)]
+        computes = [_bounds(self.start_RE, self.end_RE, part_RE, size) for part_RE in (is_last_RE, ~is_last_RE)]
+        parts = [_overlap(*mine, *others) for mine in has for others in computes]
+        return np.sum(parts, axis=0)
+
     def chains(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         """The copied experts, each with its owner and the ranks that have a copy, in the order of its rows."""
         is_copy_RE = self.end_RE > self.start_RE
@@ -77,3 +90,11 @@ class RowRanges:
 
 def _overlap(starts: IntArray, ends: IntArray, other_starts: IntArray, other_ends: IntArray) -> IntArray:
     return np.maximum(np.minimum(ends, other_ends) - np.maximum(starts, other_starts), 0)
+
+
+def _bounds(starts_RE: IntArray, ends_RE: IntArray, part_RE: NDArray[np.bool_], size: int) -> tuple[IntArray, IntArray]:
+    """(G, E) The first start and the last end of the ranks of each group in a part of the order; an empty range if the
+    group has none there."""
+    starts_GSE = np.where(part_RE, starts_RE, np.iinfo(np.int64).max).reshape(-1, size, starts_RE.shape[1])
+    ends_GSE = np.where(part_RE, ends_RE, 0).reshape(-1, size, ends_RE.shape[1])
+    return starts_GSE.min(1), ends_GSE.max(1)

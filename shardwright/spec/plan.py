@@ -167,13 +167,26 @@ class Pipeline:
     schedule: Literal["1f1b", "interleaved"] = "1f1b"
 
 
+class SharedLink(NamedTuple):
+    """A link that consecutive ranks share, such as a host's network card. Predicted seconds of a row, and of the
+    weights of an expert, that pass it."""
+
+    ranks: int
+    send_row: float
+    send_expert: float
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertCosts:
-    """Predicted seconds: to compute a row in forward; to send a row, or the weights of an expert, to another rank."""
+    """Predicted seconds: to compute a row in forward; to send a row, or the weights of an expert, to another rank.
+
+    `shared`: links that the messages of several ranks pass besides.
+    """
 
     compute_row: float
     send_row: float
     send_expert: float
+    shared: tuple[SharedLink, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from shardwright.planner.experts import (
     with_shadows,
     without_copies,
 )
-from shardwright.spec.plan import ExpertCosts
+from shardwright.spec.plan import ExpertCosts, SharedLink
 
 LAYER = ExpertLayer((0, 1, 2), ExpertCosts(compute_row=1.0, send_row=1.0, send_expert=10.0))
 
@@ -107,19 +107,46 @@ def test_rows_and_experts_that_travel(case):
     layer, chosen = case
     for assignment in (without_copies(layer, chosen), balance(layer, chosen), choose_copies(layer, chosen)):
         num_ranks, experts = chosen.shape
-        sent, received = [0] * num_ranks, [0] * num_ranks
-        for expert in range(experts):
-            ranks = [(layer.owners[expert] + 1 + step) % num_ranks for step in range(num_ranks)]
-            sources = [rank for rank in ranks for _ in range(chosen[rank, expert])]
-            targets = [rank for rank in ranks for _ in range(assignment.computed_RE[rank, expert])]
-            for source, target in zip(sources, targets, strict=True):
-                sent[source] += source != target
-                received[target] += source != target
-        assert assignment.moved_rows == max(max(sent), max(received)) and sum(sent) == sum(received)
-        links: Counter[tuple[str, int]] = Counter()
+        rows = [
+            pair
+            for expert in range(experts)
+            for pair in zip(
+                *(in_order(counts[:, expert], layer.owners[expert]) for counts in (chosen, assignment.computed_RE)),
+                strict=True,
+            )
+        ]
+        hops = []
         for expert, ranks in assignment.chains().items():
             assert len({layer.owners[expert], *ranks}) == len(ranks) + 1
-            for source, target in zip([layer.owners[expert], *ranks[:-1]], ranks, strict=True):
-                links["out", source] += 1
-                links["in", target] += 1
-        assert assignment.moved_experts == max(links.values(), default=0)
+            hops += zip([layer.owners[expert], *ranks[:-1]], ranks, strict=True)
+        for size in (size for size in range(1, num_ranks + 1) if num_ranks % size == 0):
+            assert assignment.moved_rows(size) == busiest_link(rows, size)
+            assert assignment.moved_experts(size) == busiest_link(hops, size)
+
+
+def in_order(counts: np.ndarray, owner: int) -> list[int]:
+    """The rank of each row, in the order of the ranks after the owner."""
+    ranks = [(owner + 1 + step) % len(counts) for step in range(len(counts))]
+    return [rank for rank in ranks for _ in range(counts[rank])]
+
+
+def busiest_link(messages: list[tuple[int, int]], size: int) -> int:
+    """The most messages into or out of a group of consecutive ranks."""
+    links: Counter[tuple[str, int]] = Counter()
+    for source, target in messages:
+        if source // size != target // size:
+            links["out", source // size] += 1
+            links["in", target // size] += 1
+    return max(links.values(), default=0)
+
+
+def test_a_shared_card_makes_copies_on_its_own_host_cheaper():
+    """Four ranks on two hosts whose card takes a row as long as both its ranks' links take two."""
+    costs = ExpertCosts(0.0, 1.0, 10.0, (SharedLink(2, 2.0, 20.0),))
+    chosen = np.array([[6, 0, 0, 0], [6, 0, 0, 0], [0, 0, 6, 0], [0, 0, 6, 0]])
+    near = without_copies(ExpertLayer((0, 1, 2, 3), costs), chosen)
+    assert near.exchange_seconds == 4 * 6.0 and near.moved_rows(2) == 0
+    far = without_copies(ExpertLayer((2, 1, 0, 3), costs), chosen)
+    assert far.moved_rows() == 12 and far.moved_rows(2) == 12 and far.exchange_seconds == 4 * 12 * 2.0
+    inside = with_shadows(ExpertLayer((0, 1, 2, 3), costs), chosen, [0])
+    assert (inside.moved_experts(), inside.moved_experts(2)) == (1, 0) and inside.copy_seconds == 2 * 10.0

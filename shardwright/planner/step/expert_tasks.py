@@ -13,21 +13,40 @@ from shardwright.planner.problem import Problem, SplitExperts
 from shardwright.planner.step import block_tasks, traffic
 from shardwright.planner.step.rank_calls import Task
 from shardwright.spec.lanes import COPIES, EXPERTS, MAIN
-from shardwright.spec.plan import ExpertCosts, Stage
+from shardwright.spec.plan import ExpertCosts, SharedLink, Stage
 from shardwright.spec.workload import Block, Mixture, Product
 
 
 def expert_costs(problem: Problem, mixture: Mixture, groups: AxisGroups) -> ExpertCosts:
-    """The costs of one mixture whose experts are split over each of these groups of ranks."""
+    """The costs of one mixture whose experts are split over each of these groups of ranks.
+
+    By the rates of links, scaled so that an exchange with even routing takes as long as an even all-to-all.
+    """
     rows = mixture.rows * problem.local_batch_share  # of a rank
-    own = experts_of_rank(mixture, groups.size)
-    compute = block_tasks.pass_task(problem, [own], "forward").seconds_on(0)
+    compute = block_tasks.pass_task(problem, [experts_of_rank(mixture, groups.size)], "forward").seconds_on(0)
     row_bytes = (mixture.row_bytes + mixture.result_bytes) / 2
-    sent = rows * row_bytes * (groups.size - 1) / groups.size
-    exchange = group_cost(groups, "all_to_all", max(1, round(rows * row_bytes)), sustained=True)
-    per_byte = exchange.seconds / max(1.0, sent)
     expert_bytes = mixture.experts.parameter_bytes / mixture.num_experts
-    return ExpertCosts(compute / max(1.0, rows), row_bytes * per_byte, expert_bytes * per_byte)
+    links = [(1, 1 / min(level.bytes_per_second for level in groups.levels)), *_shared_links(groups)]
+    busy = max(rows * row_bytes * num * (1 - num / groups.size) * per_byte for num, per_byte in links)
+    exchange = group_cost(groups, "all_to_all", max(1, round(rows * row_bytes)), sustained=True)
+    scale = exchange.seconds / busy if busy else 1.0
+    (_, own), *shared = ((num, scale * per_byte) for num, per_byte in links)
+    return ExpertCosts(
+        compute / max(1.0, rows),
+        row_bytes * own,
+        expert_bytes * own,
+        tuple(SharedLink(num, row_bytes * per_byte, expert_bytes * per_byte) for num, per_byte in shared),
+    )
+
+
+def _shared_links(groups: AxisGroups) -> Iterator[tuple[int, float]]:
+    """Links that several ranks share: how many consecutive ranks of a group, and seconds of a byte, of which ranks of
+    other groups take their part."""
+    num = 1
+    for level in groups.levels:
+        if level.group_bytes_per_second is not None:
+            yield num, groups.num_on_link(level) / level.group_bytes_per_second
+        num *= level.num
 
 
 def experts_of_rank(mixture: Mixture, num_ranks: int) -> Block:
