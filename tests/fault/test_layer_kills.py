@@ -1,6 +1,7 @@
-"""kill -9 of ranks of a pipeline: restarted under the same plan, the loss curve is the uninterrupted one, bit by bit.
+"""kill -9 of ranks of a pipeline, or with split experts: restarted under the same plan, the loss curve is the
+uninterrupted one, bit by bit.
 
-A run may continue under another plan: in one process, with data parallelism, or as another pipeline.
+A run may continue under another plan: in one process, with data parallelism, as another pipeline, with other experts.
 """
 
 import random
@@ -27,13 +28,35 @@ RUN = (
     "train.warmup=2",
     "data.length=16",
     "model.channels=32",
-    "model.hidden=64",
     "model.num_blocks=4",
 )
+SPLIT = ("plan.experts=2", "plan.expert_copies=even")
+RECIPES = {
+    "pipeline": ("gpt-pipeline", "model.hidden=64"),
+    # The balancing loss of a batch depends on how many ranks share it.
+    "experts": ("moe-gpt", "ranks=2", "model.experts.hidden=64", "model.experts.balance=0.0", *SPLIT),
+}
+OTHER_PLANS = {
+    "pipeline": (
+        (),
+        ("ranks=1", "plan.pipeline=0", "plan.micro_batches=0"),
+        ("ranks=2", "plan.pipeline=1", "plan.micro_batches=0", "plan.dense=FSDP"),
+        ("ranks=3", "plan.pipeline=3", "plan.micro_batches=2"),
+        ("ranks=2", "plan.pipeline=2", "plan.micro_batches=2"),
+    ),
+    "experts": (
+        (),
+        ("ranks=1", "plan.experts=0", "plan.expert_copies="),
+        ("ranks=2", "plan.experts=2", "plan.dense=FSDP", "plan.expert_groups=2"),
+        ("ranks=3", "plan.experts=3", "plan.expert_copies=fastest"),
+        ("ranks=2", "plan.experts=1", "plan.expert_copies="),
+    ),
+}
 
 
-def start(folder: Path, name: str, *args: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "shardwright.cli", "train", "gpt-pipeline", *RUN, f"run.name={name}", *args]
+def start(folder: Path, kind: str, name: str, *args: str) -> subprocess.Popen:
+    recipe, *keys = RECIPES[kind]
+    command = [sys.executable, "-m", "shardwright.cli", "train", recipe, *RUN, *keys, f"run.name={name}", *args]
     with open(folder / "stderr", "w") as errors:
         return subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=errors)
 
@@ -42,20 +65,25 @@ def curve(run: Path) -> list[dict]:
     return [{key: value for key, value in line.items() if key not in SPEEDS} for line in metrics(run)]
 
 
+@pytest.fixture(scope="module", params=RECIPES)
+def kind(request) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory) -> list[dict]:
+def uninterrupted(tmp_path_factory, kind) -> list[dict]:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    job = start(folder, "whole")
+    job = start(folder, kind, "whole")
     assert job.wait() == 0, (folder / "stderr").read_text()
     lines = curve(folder / "runs/whole")
     assert lines[-1]["step"] == END and any("loss" in line for line in lines)
     return lines
 
 
-def kill_and_restart(folder: Path, seed: int) -> None:
+def kill_and_restart(folder: Path, kind: str, seed: int) -> None:
     generator = random.Random(seed)
     step, rank = generator.randrange(0, END - 6, 2), generator.randrange(WORLD)
-    job = start(folder, "broken", "restarts=1")
+    job = start(folder, kind, "broken", "restarts=1")
     try:
         assert kill_rank(job, folder / "runs/broken", step, drafting=seed % 2 == 1, rank=rank)
         assert job.wait(120) == 0, (folder / "stderr").read_text()
@@ -65,30 +93,24 @@ def kill_and_restart(folder: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_killed_ranks_of_a_pipeline_are_restarted(tmp_path, uninterrupted, seed):
-    kill_and_restart(tmp_path, seed)
+def test_killed_ranks_are_restarted(tmp_path, kind, uninterrupted, seed):
+    kill_and_restart(tmp_path, kind, seed)
     assert curve(tmp_path / "runs/broken") == uninterrupted
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, NUM_KILLS))
-def test_ranks_of_a_pipeline_killed_at_twenty_random_steps_are_restarted(tmp_path, uninterrupted, seed):
-    kill_and_restart(tmp_path, seed)
+def test_ranks_killed_at_twenty_random_steps_are_restarted(tmp_path, kind, uninterrupted, seed):
+    kill_and_restart(tmp_path, kind, seed)
     assert curve(tmp_path / "runs/broken") == uninterrupted
 
 
-def test_a_run_goes_on_under_every_other_plan(tmp_path, uninterrupted):
-    """Killed and resumed as a pipeline, in one process, with FSDP, and as a pipeline of three ranks."""
-    plans = (
-        (),
-        ("ranks=1", "plan.pipeline=0", "plan.micro_batches=0"),
-        ("ranks=2", "plan.pipeline=1", "plan.micro_batches=0", "plan.dense=FSDP"),
-        ("ranks=3", "plan.pipeline=3", "plan.micro_batches=2"),
-        ("ranks=2", "plan.pipeline=2", "plan.micro_batches=2"),
-    )
+def test_a_run_goes_on_under_every_other_plan(tmp_path, kind, uninterrupted):
+    """Killed and resumed: under the first plan, then each of the others."""
+    plans = OTHER_PLANS[kind]
     run = tmp_path / "runs/broken"
     for number, args in enumerate(plans):
-        job = start(tmp_path, "broken", *args, *["run.resume=true"] * (number > 0))
+        job = start(tmp_path, kind, "broken", *args, *["run.resume=true"] * (number > 0))
         steps = 4 * (number + 1)
         while job.poll() is None and number < len(plans) - 1:
             saved = list_checkpoints(run / "checkpoint")
