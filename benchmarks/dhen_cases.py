@@ -23,6 +23,7 @@ FLOPS_TOLERANCE = 0.02
 SIZES = (DIM, BOTTOM, TOP, HIDDEN, EMBEDDINGS, FLOPS_TOLERANCE)
 DHEN = "dlrm + dcn_v2 2"  # other pairs were tried, too
 MAX_SIZE = 4096  # upper bound of the search
+BALANCE = (0.01, 0.001)  # coefficients of the balance loss and the z-loss, those of Switch and ST-MoE
 DEPTHS = (1, 2, 4, 6)
 SHORT, LONG = 1 << 21, 1 << 23
 
@@ -37,7 +38,7 @@ class Case:
     like: str = ""
     knob: str = "top"  # the size that is searched: embeddings, hidden or top; then the head's width for the rest
     few: str = ""  # the case with the same number of embeddings
-    experts: tuple[int, int] = (0, 0)  # number of experts, and of experts per sample
+    experts: tuple[float, ...] = (0, 0)  # experts, experts per sample; coefficients of the balance loss and the z-loss
     most: int = SHORT  # samples of the stream to train on
 
 
@@ -51,8 +52,8 @@ def model(case: Case, sizes: Mapping[str, int], source: Any, optimizer: SparseOp
             return ctr.dhen(source, optimizer, **options, top=[sizes["head"]], modules=modules, stack=stack)
         top = [sizes["top"], sizes["head"]]
         if case.experts[0]:
-            shape = dict(zip(("num_experts", "num_chosen"), case.experts, strict=True))
-            return ctr.dlrm_moe(source, optimizer, **options, top=top, **shape)
+            shape = dict(zip(("num_experts", "num_chosen", "balance", "z"), case.experts, strict=False))
+            return ctr.dlrm(source, optimizer, **options, top=top, experts=shape)
         return ctr.dlrm(source, optimizer, **options, top=top)
 
 
@@ -118,6 +119,7 @@ def match_stack(*modules: str, depth: int = LAYERS, ensemble: str = "sum", knob:
 
 def _cases() -> dict[str, Case]:
     paper_pair, chosen_pair, experts = ("dlrm", "linear"), ("dlrm", "dcn_v2"), (8, 2)
+    balanced = Case(like=stack(), experts=(*experts, *BALANCE))
     cases = {
         stack(): Case(("dlrm",)),
         DHEN: match_stack(*chosen_pair),
@@ -131,8 +133,10 @@ def _cases() -> dict[str, Case]:
         "stack fm 2": match_stack("fm"),
         "dlrm, wide": Case(like=stack()),
         "dlrm, experts 2": Case(like=stack(), experts=experts),
+        "dlrm, balanced experts 2": balanced,
         "dlrm, wide, its rates": Case(like=stack()),
         "dlrm, experts 2, its rates": Case(like=stack(), experts=experts),
+        "dlrm, balanced experts 2, its rates": balanced,
         "dlrm": Case(),
         "dcn + linear 2": match_stack("dcn", "linear"),
         "attention + linear 2": match_stack("attention", "linear"),
@@ -149,7 +153,7 @@ def _cases() -> dict[str, Case]:
     return {name: replace(case, most=LONG) if name in CLAIMED else case for name, case in cases.items()}
 
 
-TUNED = ("dlrm, wide, its rates", "dlrm, experts 2, its rates")
+TUNED = ("dlrm, wide, its rates", "dlrm, experts 2, its rates", "dlrm, balanced experts 2, its rates")
 STACKS = (
     "stack dlrm 2",
     "stack dlrm 2, as few embeddings",
@@ -160,7 +164,7 @@ STACKS = (
     "stack convolution 2",
     "stack fm 2",
 )
-RIVALS = (*STACKS, "dlrm, wide", "dlrm, experts 2", *TUNED)
+RIVALS = (*STACKS, "dlrm, wide", "dlrm, experts 2", "dlrm, balanced experts 2", *TUNED)
 CLAIMED = (DHEN, "dlrm + linear 2", *RIVALS)
 MORE_SEEDS = (  # cases whose interval may include zero with three seeds
     DHEN,
@@ -171,5 +175,7 @@ MORE_SEEDS = (  # cases whose interval may include zero with three seeds
     "stack fm 2",
     "dlrm, experts 2",
     "dlrm, experts 2, its rates",
+    "dlrm, balanced experts 2",
+    "dlrm, balanced experts 2, its rates",
 )
 CASES: MappingProxyType[str, Case] = MappingProxyType(_cases())

@@ -47,11 +47,11 @@ from shardwright.runtime.run.metrics import entropy
 from shardwright.spec.optimizer import sparse_optimizer
 
 TUNING_SEED, TUNING_POINTS, SMOKE_POINTS = 9, (1 << 19, 1 << 20), (1 << 13, 1 << 14)
-TRIED = (DHEN, "dlrm + linear 2", "dlrm, wide", "dlrm, experts 2", *STACKS)
+TRIED = (DHEN, "dlrm + linear 2", "dlrm, wide", "dlrm, experts 2", "dlrm, balanced experts 2", *STACKS)
 DENSE_RATES, TABLE_RATES = (0.001, 0.002, 0.004), (0.025, 0.05, 0.1, 0.2, 0.4)
 RATES = MappingProxyType({"planted": (0.002, 0.05), "criteo": (0.003, 0.03)})  # dense, tables
 OWN_RATES: MappingProxyType[str, tuple[float, float]] = MappingProxyType(
-    dict(zip(TUNED, ((0.002, 0.1), (0.004, 0.05)), strict=True))
+    dict(zip(TUNED, ((0.002, 0.1), (0.004, 0.05), (0.004, 0.05)), strict=True))
 )
 Data = Planted | Log
 Task = tuple[str, int, tuple[float, float]]  # case, seed, rates
@@ -142,17 +142,25 @@ def tasks(data: Data, args: argparse.Namespace) -> list[Task]:
 def run_missing(data: Data, args: argparse.Namespace, into: Path) -> list[dict[str, Any]]:
     """The lines of all tasks, in order; tasks without a line in `into` are run, and their lines appended to it."""
     all_tasks = tasks(data, args)
-    lines = [json.loads(line) for line in into.read_text().splitlines()] if into.exists() else []
-    lines_by_digest = {line["digest"]: line for line in lines if "digest" in line}
+    lines_by_digest = read_lines(into) if into.exists() else {}
     missing = [task for task in all_tasks if digest(task, data) not in lines_by_digest]
     for seed in sorted({seed for _, seed, _ in missing}):
         data.prepare(seed)
+    header = results_file.make_header("dhen_quality") if missing else {}
     for line in _run_all(missing, data, into.with_suffix(".losses"), args.jobs):
+        line |= {"commit": header["commit"], "modified": header["modified"]}
         lines_by_digest[line["digest"]] = line
         with into.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
     return [lines_by_digest[digest(task, data)] for task in all_tasks]
+
+
+def read_lines(path: Path) -> dict[str, dict[str, Any]]:
+    """The runs in a file by digest, each with the commit of its code; a results file names that in its header."""
+    header = results_file.read_header(path)
+    origin = {name: header[name] for name in ("commit", "modified") if name in header}
+    return {line["digest"]: origin | line for line in results_file.read(path) if "digest" in line}
 
 
 def _run_all(missing: Sequence[Task], data: Data, folder: Path, jobs: int) -> Iterator[dict[str, Any]]:

@@ -5,9 +5,10 @@ import importlib
 import os
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from shardwright.errors import UserError, check_regular_file, did_you_mean, shorten
 
 RECIPES = Path(__file__).parent / "recipes"
+Filled = TypeVar("Filled")
 
 
 class Section(BaseModel):
@@ -178,6 +180,18 @@ def resolve_name(key: str, name: str, built_in: Mapping[str, Any]) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f'{key}="{name}": {error}; put the module into this directory or on PYTHONPATH') from None
+
+
+def fill_dataclass(section: str, form: Callable[..., Filled], settings: Mapping[str, Any]) -> Filled:
+    """The dataclass `form` with the values of a recipe's section; an unknown or missing key is an error."""
+    known = {field.name: field for field in fields(form)}  # pyright: ignore[reportArgumentType]
+    for name in settings:
+        if name not in known:
+            raise UserError(f"{section}.{name} is unknown{did_you_mean(name, known)}")
+    for name, field in known.items():
+        if field.default is MISSING and name not in settings:
+            raise UserError(f"{section}.{name} is missing")
+    return form(**settings)
 
 
 def recipes() -> dict[str, str]:

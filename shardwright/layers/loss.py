@@ -16,7 +16,8 @@ IGNORED = -100  # label of a token that has no loss, as in torch's cross entropy
 class BinaryLoss(nn.Module):
     """Mean binary cross entropy of one logit per sample, weighted by the batch's sample weights.
 
-    In training, label smoothing s (`smoothing`) replaces the labels 0 and 1 by s/2 and 1 - s/2.
+    In training, label smoothing s (`smoothing`) replaces the labels 0 and 1 by s/2 and 1 - s/2; and with a pair of
+    logits and penalties of samples, such as those of gates, the mean penalty is added, with the same weights.
     """
 
     def __init__(self, label: str = "click", *, smoothing: float = 0.0) -> None:
@@ -42,7 +43,8 @@ class BinaryLoss(nn.Module):
                 raise UserError(f'label "{self.label}": sample {sample} is {value:g}; a label is 0 or 1')
         return labels
 
-    def forward(self, logits: Tensor, batch: Batch) -> Tensor:
+    def forward(self, logits: Tensor | tuple[Tensor, Tensor], batch: Batch) -> Tensor:
+        logits, penalty_B = logits if isinstance(logits, tuple) else (logits, None)
         labels = self.check(batch)
         if logits.shape != labels.shape:
             raise UserError(f"the logits have shape {tuple(logits.shape)}; wanted one per sample, {(*labels.shape,)}")
@@ -51,8 +53,16 @@ class BinaryLoss(nn.Module):
             target = target * (1 - self.smoothing) + self.smoothing / 2
         losses = functional.binary_cross_entropy_with_logits(logits, target, reduction="none")
         if batch.weights is None:
-            return losses.mean()
-        return torch.dot(losses, batch.weights.to(losses.dtype)) / batch.weights.sum()
+            loss = losses.mean()
+        else:
+            loss = torch.dot(losses, batch.weights.to(losses.dtype)) / batch.weights.sum()
+        if penalty_B is None or not self.training:
+            return loss
+        return loss + self.mean_penalty(penalty_B, batch).to(loss.dtype)
+
+    def mean_penalty(self, penalty_B: Tensor, batch: Batch) -> Tensor:
+        """The mean of the samples' penalties, by sample weight."""
+        return _weighted_mean(penalty_B, torch.ones_like(penalty_B) if batch.weights is None else batch.weights)
 
 
 class NextTokenLoss(nn.Module):
@@ -79,9 +89,7 @@ class NextTokenLoss(nn.Module):
 
     def mean_penalty(self, penalty_B: Tensor, batch: Batch) -> Tensor:
         """The mean of the samples' penalties, each with the weight of its tokens that count."""
-        weights_B = self._token_weights(batch).sum(1).to(penalty_B.dtype)
-        total = weights_B.sum()
-        return (penalty_B * weights_B).sum() / torch.where(total > 0, total, 1.0)
+        return _weighted_mean(penalty_B, self._token_weights(batch).sum(1))
 
     def _token_weights(self, batch: Batch) -> Tensor:
         labels_BT = batch.labels["next"]
@@ -89,3 +97,10 @@ class NextTokenLoss(nn.Module):
             torch.get_default_dtype() if batch.weights is None else batch.weights.dtype
         )
         return weights_BT if batch.weights is None else weights_BT * batch.weights.unsqueeze(1)
+
+
+def _weighted_mean(values_B: Tensor, weights_B: Tensor) -> Tensor:
+    """The mean by weight; 0 without samples, or if all weights are 0."""
+    weights_B = weights_B.to(values_B.dtype)
+    total = weights_B.sum()
+    return (values_B * weights_B).sum() / torch.where(total > 0, total, 1.0)

@@ -5,7 +5,8 @@ one for each token and expert that it is sent to, ordered by expert.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Protocol
 
@@ -20,10 +21,13 @@ from shardwright.layers.gates import DROPPED, Routing, TopKGate
 
 @dataclass(frozen=True, slots=True)
 class MoESpec:
-    """The number of experts, and the number of experts per token."""
+    """The number of experts, the number of experts per token, and further arguments of `TopKGate`."""
 
     num_experts: int
     num_chosen: int
+    balance: float = 0.0
+    z: float = 0.0
+    groups: int = 1
 
 
 class LinearExperts(nn.Module):
@@ -172,18 +176,26 @@ class MoE(nn.Module):
 
 
 class MoEMLP(nn.Module):
-    """Mixtures of linear experts, each followed by ReLU, then a linear layer."""
+    """Mixtures of linear experts, each followed by ReLU, then a linear layer.
+
+    If the gates have auxiliary losses, training returns a pair: the output, and a penalty for each sample.
+    """
 
     def __init__(self, in_features: int, widths: Sequence[int], out_features: int, mixture: MoESpec) -> None:
         super().__init__()
         sizes = (in_features, *widths)
         self.layers = nn.ModuleList(
-            MoE(TopKGate(wide, mixture.num_experts, mixture.num_chosen), LinearExperts(mixture.num_experts, wide, out))
-            for wide, out in zip(sizes, sizes[1:], strict=False)
+            MoE(TopKGate(channels, **asdict(mixture)), LinearExperts(mixture.num_experts, channels, width))
+            for channels, width in pairwise(sizes)
         )
         self.last = nn.Linear(sizes[-1], out_features)
+        self.has_penalty = bool(widths) and (mixture.balance > 0 or mixture.z > 0)
 
-    def forward(self, x_BC: Tensor) -> Tensor:
+    def forward(self, x_BC: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        penalties = []
         for layer in self.layers:
-            x_BC = functional.relu(layer(x_BC)[0])
-        return self.last(x_BC)
+            x_BC, penalty_B = layer(x_BC)
+            x_BC = functional.relu(x_BC)
+            penalties.append(penalty_B)
+        out_BH = self.last(x_BC)
+        return (out_BH, torch.stack(penalties).sum(0)) if self.training and self.has_penalty else out_BH

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from shardwright.config import resolve_name
+from shardwright.config import fill_dataclass, resolve_name
 from shardwright.errors import UserError, did_you_mean
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.ensemble import EnsembleSpec
@@ -60,9 +60,14 @@ def dlrm(
     dim: int,
     bottom: list[int],
     top: list[int],
+    experts: Mapping[str, Any] = MappingProxyType({}),
     init: float | None = None,
 ) -> nn.Module:
-    return DLRM(embedding_bags(source, optimizer, dim, init=init), source.num_dense, bottom=bottom, top=top)
+    """DLRM; with `experts`, the arguments of `MoESpec`, the top MLP has mixture-of-experts layers."""
+    mixture = fill_dataclass("model.experts", MoESpec, experts) if experts else None
+    return DLRM(
+        embedding_bags(source, optimizer, dim, init=init), source.num_dense, bottom=bottom, top=top, mixture=mixture
+    )
 
 
 def dlrm_moe(
@@ -76,11 +81,9 @@ def dlrm_moe(
     num_chosen: int,
     init: float | None = None,
 ) -> nn.Module:
-    """DLRM whose top MLP has mixture-of-experts layers."""
-    mixture = MoESpec(num_experts, num_chosen)
-    return DLRM(
-        embedding_bags(source, optimizer, dim, init=init), source.num_dense, bottom=bottom, top=top, mixture=mixture
-    )
+    """DLRM whose top MLP has mixture-of-experts layers, without auxiliary losses."""
+    experts = {"num_experts": num_experts, "num_chosen": num_chosen}
+    return dlrm(source, optimizer, dim=dim, bottom=bottom, top=top, experts=experts, init=init)
 
 
 def dhen(

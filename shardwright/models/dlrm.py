@@ -23,7 +23,7 @@ class DLRM(nn.Module):
     """`bottom` ends at the tables' dim; a final layer to one logit follows `top`.
 
     Without numeric features there is no bottom MLP, and `bottom` may be empty. With a `mixture` each layer of `top` is
-    a mixture of experts.
+    a mixture of experts; if its gates have auxiliary losses, training returns logits and the penalties of samples.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class DLRM(nn.Module):
         self.dense = DLRMDense(len(sparse.features), num_dense, bottom if num_dense else (dim,), top, mixture)
         self.loss = BinaryLoss()
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
         return self.dense(batch, self.sparse(batch))
 
 
@@ -77,9 +77,14 @@ class DLRMDense(nn.Module):
         width = bottom[-1] * bool(num_dense) + self.interaction.out_features
         self.top = MoEMLP(width, top, 1, mixture) if mixture else MLP(width, (*top, 1), activate_last=False)
 
-    def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
+    def forward(self, batch: Batch, vectors: Vectors) -> Tensor | tuple[Tensor, Tensor]:
+        out = self.top(self._interact(batch, vectors))
+        return (out[0].squeeze(1), out[1]) if isinstance(out, tuple) else out.squeeze(1)
+
+    def _interact(self, batch: Batch, vectors: Vectors) -> Tensor:
+        """The inputs of the top MLP."""
         if self.bottom is None:
-            return self.top(self.interaction(vectors.stacked())).squeeze(1)
+            return self.interaction(vectors.stacked())
         dense_BD = self.bottom(batch.numbers)
         x_BFD = torch.cat([dense_BD.unsqueeze(1), vectors.stacked()], dim=1)
-        return self.top(torch.cat([dense_BD, self.interaction(x_BFD)], dim=1)).squeeze(1)
+        return torch.cat([dense_BD, self.interaction(x_BFD)], dim=1)

@@ -6,13 +6,14 @@ Shape legend: B samples, T positions, C channels.
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from shardwright.config import fill_dataclass
 from shardwright.errors import UserError, did_you_mean
 from shardwright.jagged import Batch
 from shardwright.layers.decoder import GPT2, LLAMA, NORMS, QWEN2, QWEN3, DecoderBlock, DecoderForm, ExpertForm
@@ -76,20 +77,8 @@ def moe_gpt(
         num_blocks=num_blocks,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        form=replace(_form(form), experts=expert_form(experts)),
+        form=replace(_form(form), experts=fill_dataclass("model.experts", ExpertForm, experts)),
     )
-
-
-def expert_form(settings: Mapping[str, Any]) -> ExpertForm:
-    """The form that the section model.experts of a recipe describes."""
-    known = {field.name: field for field in fields(ExpertForm)}
-    for name in settings:
-        if name not in known:
-            raise UserError(f"model.experts.{name} is unknown{did_you_mean(name, known)}")
-    for name, field in known.items():
-        if field.default is MISSING and name not in settings:
-            raise UserError(f"model.experts.{name} is missing")
-    return ExpertForm(**settings)
 
 
 def _vocabulary(source: TokenSource, kind: str) -> int:

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, select
+from shardwright.layers.loss import BinaryLoss, NextTokenLoss
 from shardwright.runtime.outputs import Output
 
 NUM_BINS = 1 << 14
@@ -95,7 +96,8 @@ class WindowMetrics:
             return
         self._losses.append((output.loss - penalty, self.weigh(output.batch)))
         if self.label is not None:
-            self._columns["logits"].append(output.logits)
+            is_pair = isinstance(output.logits, tuple)  # with the penalties of samples
+            self._columns["logits"].append(output.logits[0] if is_pair else output.logits)
             self._columns["labels"].append(output.batch.labels[self.label])
             if output.batch.weights is not None:
                 self._columns["weights"].append(output.batch.weights)
@@ -133,6 +135,14 @@ class WindowMetrics:
             unshared_weights = None if weights is None else weights[unshared]
             values["grouped_auc"] = grouped_auc(logits[unshared], labels[unshared], groups[unshared], unshared_weights)
         return model_metrics | {name: value for name, value in values.items() if value is not None}
+
+
+def mean_penalty(loss: nn.Module, output: Output) -> Tensor | float:
+    """The part of a training loss that is not of samples or tokens: auxiliary losses of gates."""
+    has_penalty = output.has_scores and isinstance(output.logits, tuple)
+    if not has_penalty or not isinstance(loss, BinaryLoss | NextTokenLoss):
+        return 0.0
+    return loss.mean_penalty(output.logits[1], output.batch)
 
 
 class LifetimeMetrics:

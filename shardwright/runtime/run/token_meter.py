@@ -3,14 +3,13 @@
 import math
 from collections.abc import Mapping
 
-from torch import Tensor, nn
+from torch import nn
 
 from shardwright.comm.mesh import DEFAULT_LANE, Mesh
 from shardwright.config import Settings
 from shardwright.data.sources.source import Source
 from shardwright.layers.loss import NextTokenLoss
 from shardwright.measure.model_flops import cluster_peak, count_products, measure_peak
-from shardwright.runtime.outputs import Output
 from shardwright.spec import presets
 from shardwright.spec.model_flops import ModelFlops
 from shardwright.spec.plan import Plan
@@ -34,13 +33,6 @@ class TokenMeter:
             derived["tokens_per_second"] = values["samples_per_second"] * self._length
             derived |= self._flops.utilization(derived["tokens_per_second"]) if self._flops else {}
         return derived
-
-
-def mean_penalty(loss: nn.Module, output: Output) -> Tensor | float:
-    """The part of a training loss that is not of the tokens: auxiliary losses of gates."""
-    if not output.has_scores or not isinstance(loss, NextTokenLoss) or not isinstance(output.logits, tuple):
-        return 0.0
-    return loss.mean_penalty(output.logits[1], output.batch)
 
 
 def describe_model_flops(

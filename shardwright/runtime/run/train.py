@@ -51,7 +51,7 @@ from shardwright.runtime.run.setup import (
     set_threads,
     start_notes,
 )
-from shardwright.runtime.run.token_meter import TokenMeter, describe_model_flops, mean_penalty
+from shardwright.runtime.run.token_meter import TokenMeter, describe_model_flops
 from shardwright.runtime.run.watcher import RunResult, SilentWatcher, Watcher
 from shardwright.spec import files
 from shardwright.spec.lanes import MAIN
@@ -223,7 +223,7 @@ class Trainer:
             self.stop_request.restart_time_limit()
             with self.job.tracer.trace_stage(METRICS_STAGE):
                 for output in step_outputs:
-                    window.update(output, mean_penalty(self.job.model.loss, output))
+                    window.update(output, metrics.mean_penalty(self.job.model.loss, output))
                 values = self.rank_group.all_gather_window(window).compute() if due else {}
                 routing = self.routing.gather(step) if due else []
             self.seconds += time.perf_counter() - start
