@@ -175,7 +175,5 @@ MORE_SEEDS = (  # cases whose interval may include zero with three seeds
     "stack fm 2",
     "dlrm, experts 2",
     "dlrm, experts 2, its rates",
-    "dlrm, balanced experts 2",
-    "dlrm, balanced experts 2, its rates",
 )
 CASES: MappingProxyType[str, Case] = MappingProxyType(_cases())

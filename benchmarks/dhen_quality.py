@@ -51,7 +51,7 @@ TRIED = (DHEN, "dlrm + linear 2", "dlrm, wide", "dlrm, experts 2", "dlrm, balanc
 DENSE_RATES, TABLE_RATES = (0.001, 0.002, 0.004), (0.025, 0.05, 0.1, 0.2, 0.4)
 RATES = MappingProxyType({"planted": (0.002, 0.05), "criteo": (0.003, 0.03)})  # dense, tables
 OWN_RATES: MappingProxyType[str, tuple[float, float]] = MappingProxyType(
-    dict(zip(TUNED, ((0.002, 0.1), (0.004, 0.05), (0.004, 0.05)), strict=True))
+    dict(zip(TUNED, ((0.002, 0.1), (0.004, 0.05), (0.002, 0.4)), strict=True))
 )
 Data = Planted | Log
 Task = tuple[str, int, tuple[float, float]]  # case, seed, rates
