@@ -7,11 +7,11 @@ On the synthetic click stream (8 M samples for the claim, 2 M for the rest; 3 se
 zero with 3), or on a Criteo log (one epoch, 5 seeds). Runs with one seed have the same samples in the same order and
 the same initial tables. All cases have the same optimizers and learning rates, on the log those of the DLRM recipe; a
 wide DLRM and one with experts also run with their own best rates, which --tune finds on another seed. A JSON line per
-run is appended to FILE; runs already in FILE are not repeated. The losses on the held-out samples are stored next to
-FILE (without them there are no intervals of single seeds). Then summaries: difference of NE to another case in %, the
-mean over seeds and half of its 95 % interval (Student's t, of differences of equal seeds), and for single seeds the
-interval from differences by held-out sample. Exit status 1 if DHEN does not beat every rival by more than the interval,
-or if runs are missing.
+run is appended to FILE; runs already in FILE, such as a copy of a results file, are not repeated. The losses on the
+held-out samples are stored next to FILE (without them there are no intervals of single seeds). Then summaries:
+difference of NE to another case in %, the mean over seeds and half of its 95 % interval (Student's t, of differences of
+equal seeds), and for single seeds the interval from differences by held-out sample. Exit status 1 if DHEN does not beat
+every rival by more than the interval, or if runs are missing.
 """
 
 import argparse

@@ -32,6 +32,7 @@ TABLE_2 = (
 TABLE_3 = MappingProxyType({2: -0.11 + 0.06, 4: -0.21 + 0.09, 6: -0.26 + 0.1})
 PAIRS = ("dlrm + linear", "dlrm + dcn_v2")
 CLAIM = "DHEN against rivals of equal operations"
+BALANCED = "balanced experts, against experts without a balance loss"
 Line = dict[str, Any]
 
 
@@ -60,6 +61,8 @@ def comparisons() -> Iterator[tuple[str, str, str, Any]]:
         yield "not in the paper: ensembles of equal operations, against the sum", name, name.split(",")[0], None
     for depth in DEPTHS[1:]:
         yield "experts, against DLRM", f"dlrm, experts {depth}", "dlrm", None
+    yield BALANCED, "dlrm, balanced experts 2", "dlrm, experts 2", None
+    yield BALANCED, "dlrm, balanced experts 2, its rates", "dlrm, experts 2, its rates", None
     for name in ("dlrm + dcn_v2 + linear 2", "fm + linear 2"):
         yield "other modules, against AdvancedDLRM alone", name, stack(), None
 

@@ -1,9 +1,12 @@
 """benchmarks/dhen_quality.py: its summaries of runs, and the model sizes it chooses."""
 
+import json
+
 import pytest
 
 from benchmarks.dhen_cases import CASES, DHEN, FLOPS_TOLERANCE, MORE_SEEDS, RIVALS, TUNED, flops, model, sizes
 from benchmarks.dhen_data import Planted
+from benchmarks.dhen_quality import read_lines
 from benchmarks.dhen_summary import TABLE_1, by_rates, claim, summaries
 from shardwright.spec.optimizer import RowWiseAdaGrad
 
@@ -38,6 +41,28 @@ def test_the_best_rates_are_named_for_each_case():
     lines = [make_line("dlrm", 9, ne, (0.002, rate)) for ne, rate in ((0.9, 0.05), (0.8, 0.4))]
     lines += [make_line(DHEN, 9, ne, (0.002, rate)) for ne, rate in ((0.7, 0.05), (0.85, 0.4))]
     assert [row["best"] for row in by_rates(lines)] == ["0.002 0.4", "0.002 0.05", "0.002 0.05"]
+
+
+def test_runs_read_from_a_file_name_the_commit_of_their_code(tmp_path):
+    """Runs of a results file have the commit of its header, unless they name another."""
+    lines = [{"taken": {"benchmark": "dhen_quality", "commit": "a" * 40, "modified": []}}]
+    lines += [{"digest": "first"}, {"digest": "second", "commit": "b" * 40, "modified": ["x.py"]}, {"claim": "no run"}]
+    (tmp_path / "runs").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first, second = read_lines(tmp_path / "runs").values()
+    assert first == {"digest": "first", "commit": "a" * 40, "modified": []}
+    assert second == {"digest": "second", "commit": "b" * 40, "modified": ["x.py"]}
+
+
+def test_balanced_experts_are_those_of_the_rival_with_a_balance_loss():
+    plain, balanced = CASES["dlrm, experts 2"], CASES["dlrm, balanced experts 2"]
+    assert balanced.experts[:2] == plain.experts and min(balanced.experts[2:]) > 0
+    data, optimizer = Planted(None), RowWiseAdaGrad(0.1)
+    source, first = data.source(1), data.first(1)
+    sizes_ = [sizes(case, source, optimizer, first) for case in (plain, balanced)]
+    assert sizes_[0] == sizes_[1]
+    models = [model(case, sizes_[0], source, optimizer) for case in (plain, balanced)]
+    assert flops(models[0], first) == flops(models[1], first)
+    assert [module.dense.top.has_penalty for module in models] == [False, True]
 
 
 def test_compared_cases_have_equal_numbers_of_operations():
