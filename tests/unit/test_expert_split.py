@@ -2,16 +2,21 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from test_pipeline_choice import GB, TFLOP, cluster_of
 
 from shardwright.errors import UserError
 from shardwright.planner import search
+from shardwright.planner.experts import ExpertLayer, without_copies
 from shardwright.planner.pins import LayerRequest
 from shardwright.planner.plan import make_plan
-from shardwright.planner.problem import SplitExperts
+from shardwright.planner.price.axis_groups import AxisGroups, group_cost
+from shardwright.planner.problem import Precision, SplitExperts
 from shardwright.planner.reprice import reprice_plan
-from shardwright.planner.step.expert_tasks import call_seconds
+from shardwright.planner.step.critical_path import seconds_by_resource
+from shardwright.planner.step.expert_tasks import call_seconds, expert_costs
+from shardwright.spec import presets
 from shardwright.spec.plan import ExpertCosts, ExpertPlan
 from shardwright.spec.workload import Block, Mixture, Product, Workload
 
@@ -102,6 +107,26 @@ def test_recorded_skew_is_balanced_by_copies_or_its_cost_is_part_of_the_step():
     assert {part.copies for part in copied.plan.experts} == {"fastest"}
     assert even.candidate.seconds < copied.candidate.seconds < plain.candidate.seconds
     assert all(part.copied_bytes for part in copied.candidate.problem.experts)
+
+
+def test_the_critical_path_of_several_exchanges_of_one_name_adds_up_to_the_step():
+    candidate = make_plan(model(), cluster_of(), layers=LayerRequest(1, experts=8, expert_groups=8)).candidate
+    assert sum(seconds_by_resource(candidate).values()) == pytest.approx(candidate.seconds)
+
+
+def test_a_shared_card_has_a_price_of_its_own():
+    """With even routing the complete model takes as long as even all-to-alls."""
+    preset = presets.load_cluster("johnny")
+    problem = search.define_problem(model(), preset, 64, Precision())
+    mixture, groups = problem.workload.experts[0], problem.sample_groups
+    costs = expert_costs(problem, mixture, groups)
+    assert [link.ranks for link in costs.shared] == [8]
+    rows = mixture.rows // 16
+    even = without_copies(ExpertLayer(tuple(range(16)), costs), np.full((16, 16), rows // 16))
+    price = group_cost(groups, "all_to_all", rows * mixture.row_bytes, sustained=True).seconds
+    assert even.exchange_seconds == pytest.approx(4 * price)
+    local = expert_costs(problem, mixture, AxisGroups(preset, preset.axes, ("data@local",)))
+    assert not local.shared and local.send_row < costs.shared[0].send_row
 
 
 def test_seconds_of_a_call_by_hand():

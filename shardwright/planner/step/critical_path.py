@@ -69,7 +69,7 @@ def _path_seconds(
     """Seconds on the critical path by stage and rank, between the ends of steps `first` and `last`."""
     ends: dict[int, float] = defaultdict(float)
     events_by_rank: dict[int, list[Event]] = defaultdict(list)
-    arrivals: dict[JointKey, Event] = {}  # of a collective or message, on the rank that reaches it last
+    arrivals: dict[tuple[JointKey, float], Event] = {}  # of a collective or message, on the rank that reaches it last
     for event in timeline.events:
         ends[event.step] = max(ends[event.step], event.end)
         key = _joint_key(event, by_rank)
@@ -95,5 +95,6 @@ def _path_seconds(
     return seconds
 
 
-def _joint_key(event: Event, by_rank: Sequence[RankCalls]) -> JointKey:
-    return joint_key(by_rank[event.rank].task_of[event.name], event.name, event.step, event.micro)
+def _joint_key(event: Event, by_rank: Sequence[RankCalls]) -> tuple[JointKey, float]:
+    """What the events of a collective have in common: also their end, since a step may have several of one name."""
+    return joint_key(by_rank[event.rank].task_of[event.name], event.name, event.step, event.micro), event.end
