@@ -52,8 +52,7 @@ def model(case: Case, sizes: Mapping[str, int], source: Any, optimizer: SparseOp
             return ctr.dhen(source, optimizer, **options, top=[sizes["head"]], modules=modules, stack=stack)
         top = [sizes["top"], sizes["head"]]
         if case.experts[0]:
-            shape = dict(zip(("num_experts", "num_chosen", "balance", "z"), case.experts, strict=False))
-            return ctr.dlrm(source, optimizer, **options, top=top, experts=shape)
+            options["experts"] = dict(zip(("num_experts", "num_chosen", "balance", "z"), case.experts, strict=False))
         return ctr.dlrm(source, optimizer, **options, top=top)
 
 

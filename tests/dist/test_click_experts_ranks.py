@@ -4,6 +4,7 @@ The balance loss couples the samples of a local micro-batch; the single process 
 """
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -45,7 +46,7 @@ PLANS = {
 }
 
 
-def train(name: str, groups: int, accumulate: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def train(name: str, groups: int, accumulate: int) -> list[Sequence[torch.Tensor]]:
     """Logits and penalties by step, and logits of an evaluation; `name`: of a plan, empty: one process."""
     with ExitStack() as stack:
         model = make_model(groups)
