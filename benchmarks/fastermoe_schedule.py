@@ -15,7 +15,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.experts.copies import GRADIENT_BYTES
 from shardwright.planner.experts import COMPUTE_PASSES, EXCHANGES, TRANSFERS, Assignment, ExpertLayer
 from shardwright.planner.price import primitives
 from shardwright.planner.problem import Precision
@@ -24,6 +23,7 @@ from shardwright.planner.step.expert_tasks import expert_costs
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.expert_rows import RowRanges, owners_of
 from shardwright.spec.plan import ExpertCosts
+from shardwright.spec.wire import EXPERT_PART_BYTES
 from shardwright.spec.workload import DTYPE_BYTES, Block, Dtype, Mixture, Workload
 
 FloatArray = NDArray[np.float64]
@@ -235,7 +235,7 @@ class Schedule:
         traffic, setting = self.traffic, self.traffic.setting
         returned, computed_R = self.phase()
         copies_R = setting.compute_row * traffic.copied_RR.sum(0)
-        part = min(1.0, GRADIENT_BYTES / setting.expert_bytes)
+        part = min(1.0, EXPERT_PART_BYTES / setting.expert_bytes)
         part_seconds = part * (setting.expert_bytes / setting.network_rate + float(copies_R.max()))
         last_part = float((computed_R + copies_R).max()) + max(0, traffic.longest_chain - 1) * part_seconds
         sent = max(returned, last_part) + traffic.weights_seconds if traffic.num_copied else returned

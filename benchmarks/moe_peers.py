@@ -38,6 +38,7 @@ from benchmarks.sharding import median_min_max, start_job
 from benchmarks.turns import TurnClient
 from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape
+from shardwright.spec.wire import EXPERT_PART_BYTES
 
 SHAPE = Shape((Host(uplink="230mbit", cpu=0.45),) * 4)
 PEER = ROOT / ".rivals-moe/bin/python"
@@ -144,6 +145,7 @@ def measure_costs(experts: Any, mesh: Any, gather: Any) -> dict[str, float]:
         "compute_row": compute_seconds / 3 / ROWS,
         "send_row": send_row,
         "send_expert": expert_rows * send_row,
+        "hand_on": EXPERT_PART_BYTES / (4 * CHANNELS) * send_row,
     }
 
 

@@ -34,6 +34,7 @@ from shardwright.layers.moe import GeluExperts, MoE
 from shardwright.spec.expert_rows import IntArray
 from shardwright.spec.lanes import COPIES, EXPERTS, MAIN
 from shardwright.spec.plan import ExpertCosts
+from shardwright.spec.wire import EXPERT_PART_BYTES
 
 TIMEOUT_SECONDS = 3600.0  # of a collective: a rank sleeps in one between turns
 AXES = ("data@host",)
@@ -118,6 +119,7 @@ class Layer:
             "compute_row": times[0] / 3 / ROWS,
             "send_row": 4 * CHANNELS * seconds_per_byte,
             "send_expert": expert_bytes() * seconds_per_byte,
+            "hand_on": EXPERT_PART_BYTES * seconds_per_byte,
         }
 
     def _layer_step(self, exchange: Any, counts_RE: IntArray, finish: Callable[[], object] | None = None) -> Step:

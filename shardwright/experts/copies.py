@@ -22,9 +22,9 @@ from shardwright.comm.pending import Pending
 from shardwright.comm.point_to_point import TensorSpec, receive, relay_in_turn, send
 from shardwright.experts.dispatch import Dispatch
 from shardwright.experts.weights import CallWeights
+from shardwright.spec.wire import EXPERT_PART_BYTES
 
 RELAY_BYTES = 1 << 18  # of weights that are handed on at once
-GRADIENT_BYTES = 1 << 19  # of gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,5 +128,5 @@ def _parts_of(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, slice]]:
     """The parts in which an expert's gradients are handed on: of each parameter, ranges of rows."""
     for name, weight in weights.items():
         num_rows, row_bytes = weight.shape[1], weight.itemsize * weight.shape[2:].numel()
-        step = max(1, GRADIENT_BYTES // max(1, row_bytes))
+        step = max(1, EXPERT_PART_BYTES // max(1, row_bytes))
         yield from ((name, slice(start, min(start + step, num_rows))) for start in range(0, num_rows, step))

@@ -98,11 +98,11 @@ class Assignment:
 
     @cached_property
     def copy_seconds(self) -> float:
-        """A chain hands on parts of weights, but whole gradients of parameters, about half an expert each."""
+        """Weights and their gradients on the busiest link, and the longest chain's last part."""
         costs, longest = self.layer.costs, max(np.bincount(self.copies[1]).tolist(), default=0)
         shared = (self.moved_experts(link.ranks) * link.send_expert for link in costs.shared)
         transfers = TRANSFERS * max(self.moved_experts() * costs.send_expert, *shared, 0.0)
-        return transfers + 0.5 * max(0, longest - 1) * costs.send_expert
+        return transfers + max(0, longest - 1) * costs.hand_on
 
     @cached_property
     def seconds(self) -> float:

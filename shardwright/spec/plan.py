@@ -180,13 +180,15 @@ class SharedLink(NamedTuple):
 class ExpertCosts:
     """Predicted seconds: to compute a row in forward; to send a row, or the weights of an expert, to another rank.
 
-    `shared`: links that the messages of several ranks pass besides.
+    `shared`: links that the messages of several ranks pass besides. `hand_on`: what each further rank adds to a chain
+    of copies, to send on a part of its gradients.
     """
 
     compute_row: float
     send_row: float
     send_expert: float
     shared: tuple[SharedLink, ...] = ()
+    hand_on: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ ID_BYTES = 4  # of an id in a request
 LENGTH_BYTES = 4  # of the length of a bag in a request
 ROW_ID_BYTES = 8  # of a row id that replicas exchange
 GRADIENT_BUCKET_BYTES = 1 << 20  # size of the buckets in which dense gradients are all-reduced
+EXPERT_PART_BYTES = 1 << 19  # of the parts in which gradients of a copied expert are handed on from rank to rank
 MAX_UNNAMED_BUCKETS = 2  # with more, each is a stage of the plan, named after the block whose backward pass fills it
 
 

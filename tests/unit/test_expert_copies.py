@@ -21,7 +21,7 @@ from shardwright.planner.experts import (
 )
 from shardwright.spec.plan import ExpertCosts, SharedLink
 
-LAYER = ExpertLayer((0, 1, 2), ExpertCosts(compute_row=1.0, send_row=1.0, send_expert=10.0))
+LAYER = ExpertLayer((0, 1, 2), ExpertCosts(compute_row=1.0, send_row=1.0, send_expert=10.0, hand_on=5.0))
 
 
 def test_algorithm_1_by_hand():

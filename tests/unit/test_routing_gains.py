@@ -22,7 +22,7 @@ from shardwright.spec import files
 from shardwright.spec.expert_placement import ExpertPlacement, PlacedMixture
 from shardwright.spec.plan import ExpertCosts, Plan
 
-LAYER = ExpertLayer((0, 1, 2), ExpertCosts(compute_row=1.0, send_row=1.0, send_expert=10.0))
+LAYER = ExpertLayer((0, 1, 2), ExpertCosts(compute_row=1.0, send_row=1.0, send_expert=10.0, hand_on=5.0))
 SIZES = ["experts.channels=256", "experts.hidden=512"]
 
 

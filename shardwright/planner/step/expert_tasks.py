@@ -14,6 +14,7 @@ from shardwright.planner.step import block_tasks, traffic
 from shardwright.planner.step.rank_calls import Task
 from shardwright.spec.lanes import COPIES, EXPERTS, MAIN
 from shardwright.spec.plan import ExpertCosts, SharedLink, Stage
+from shardwright.spec.wire import EXPERT_PART_BYTES
 from shardwright.spec.workload import Block, Mixture, Product
 
 
@@ -36,6 +37,7 @@ def expert_costs(problem: Problem, mixture: Mixture, groups: AxisGroups) -> Expe
         row_bytes * own,
         expert_bytes * own,
         tuple(SharedLink(num, row_bytes * per_byte, expert_bytes * per_byte) for num, per_byte in shared),
+        min(expert_bytes, EXPERT_PART_BYTES) * own,
     )
 
 
