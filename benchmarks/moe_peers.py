@@ -86,7 +86,7 @@ class OurLayer:
         in_steps = copies != "none"
         self.exchange = ParallelExperts("moe", mesh.group(axes, EXPERTS), mesh.size if in_steps else 1)
         self.autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=precision == "bf16")
-        self.costs: dict[str, float] = {}
+        self.costs: dict[str, Any] = {}
         if in_steps:
             with self.autocast():
                 self.costs = measure_costs(self.experts, mesh, gather)
