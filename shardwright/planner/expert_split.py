@@ -89,7 +89,14 @@ def split(problem: Problem, axes: tuple[str, ...], request: LayerRequest) -> Pro
     if not axes:
         return problem
     groups = AxisGroups(problem.cluster, problem.mesh_axes, axes, problem.chunk_ranks)
-    parts = (_split_mixture(problem, mixture, groups, request) for mixture in problem.workload.experts)
+    parts: list[SplitExperts] = []
+    by_sizes: dict[Mixture, SplitExperts] = {}  # most mixtures of a model differ only in their names
+    for mixture in problem.workload.experts:
+        sizes = replace(mixture, module="", block="", experts=replace(mixture.experts, name=""))
+        if sizes not in by_sizes:
+            by_sizes[sizes] = _split_mixture(problem, mixture, groups, request)
+        part = by_sizes[sizes]
+        parts.append(replace(part, mixture=mixture, plan=replace(part.plan, module=mixture.module)))
     return replace(problem, experts=tuple(parts))
 
 
@@ -97,11 +104,8 @@ def _split_mixture(problem: Problem, mixture: Mixture, groups: AxisGroups, reque
     """The steps and copies of one mixture with which a call takes least time."""
     costs = expert_costs(problem, mixture, groups)
     steps = (request.expert_groups,) if request.expert_groups else (1, groups.size)
-    plans = (
-        ExpertPlan(mixture.module, groups.names, num, copies, costs)
-        for num in steps
-        for copies in _copy_policies(_layer(mixture, groups, costs), _rows_of(problem, mixture, groups), request)
-    )
+    policies = _copy_policies(_layer(mixture, groups, costs), _rows_of(problem, mixture, groups), request)
+    plans = (ExpertPlan(mixture.module, groups.names, num, copies, costs) for num in steps for copies in policies)
     return min((split_as(problem, plan) for plan in plans), key=lambda part: sum(call_seconds(part)))
 
 

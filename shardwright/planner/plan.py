@@ -70,17 +70,17 @@ def make_plan(
     lowest = lowest_precision(allow, cluster, exact)
     pipelines.check_request(define_problem(exact), layers)
     expert_split.check_request([*pipelines.layouts(define_problem(exact), layers)], layers)
-    found = _choose_experts(define_problem, exact, lowest, parsed_pins, layers)
-    problem = define_problem(lowest if found.candidate is None else found.candidate.problem.precision)
-    found, pipeline_reason = _choose_pipeline(problem, found, layers)
-    if (best := found.candidate) is None:
-        raise found.shortage
+    choice = _choose_experts(define_problem, exact, lowest, parsed_pins, layers)
+    problem = define_problem(lowest if choice.candidate is None else choice.candidate.problem.precision)
+    choice, pipeline_reason = _choose_pipeline(problem, choice, layers)
+    if (best := choice.candidate) is None:
+        raise choice.shortage
     reasons = {"pipeline": pipeline_reason} if pipeline_reason else {}
     if workload.experts and cluster.num_ranks > 1:
-        reasons["experts"] = expert_split.describe_split(best, found.unsplit_seconds, layers)
+        reasons["experts"] = expert_split.describe_split(best, choice.unsplit_seconds, layers)
     replicated = search.with_replicas(best, parsed_pins)
-    why = tuple(list_reasons(best, parsed_pins, found.strategies, replicated, reasons))
-    return PlanningResult(_to_plan(best, allow, why), best, found.strategies)
+    why = tuple(list_reasons(best, parsed_pins, choice.strategies, replicated, reasons))
+    return PlanningResult(_to_plan(best, allow, why), best, choice.strategies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +94,18 @@ class _Choice:
     unsplit_seconds: float = 0.0
 
 
-def _choose_pipeline(problem: Problem, found: _Choice, layers: LayerRequest) -> tuple[_Choice, str]:
+def _choose_pipeline(problem: Problem, choice: _Choice, layers: LayerRequest) -> tuple[_Choice, str]:
     """The choice or a pipeline, and why; "" if no pipeline is considered."""
-    if not pipelines.is_proposed(problem, found.candidate, layers):
-        return found, ""
+    if not pipelines.is_proposed(problem, choice.candidate, layers):
+        return choice, ""
     rival = pipelines.best_pipeline(problem, layers)
     if rival is None and layers.pipeline:
         raise UserError(pipelines.describe_overflow(problem, layers))
     if rival is None:
-        return found, ""
-    reason = pipelines.describe_pipeline(rival, found.candidate, layers)
-    is_chosen = layers.pipeline or pipelines.is_better(rival, found.candidate)
-    return (_Choice(rival.candidate) if is_chosen else found), reason
+        return choice, ""
+    reason = pipelines.describe_pipeline(rival, choice.candidate, layers)
+    is_chosen = layers.pipeline or pipelines.is_better(rival, choice.candidate)
+    return (_Choice(rival.candidate) if is_chosen else choice), reason
 
 
 def _choose_experts(
