@@ -56,19 +56,25 @@ def draw_copies(chosen_RE: np.ndarray) -> np.ndarray:
     return np.stack([draw.multinomial(total, [1 / num_ranks] * num_ranks) for total in chosen_RE.sum(0)], 1)
 
 
+def start_job(stack: ExitStack, plan: Plan, accumulate: int, model: dict, decide=None) -> Job:
+    """A job of the model on this rank; four ranks are on two hosts. `decide`: the choice of copies."""
+    if plan.num_ranks == 4 and not plan.pipeline:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        patch.setenv("LOCAL_RANK", str(int(os.environ["RANK"]) % 2))
+    job = build(make_model(**model), plan, optimizer=adam, accumulate=accumulate)
+    stack.callback(job.mesh.close)
+    for module in job.model.modules():
+        exchange = getattr(module, "exchange", None)
+        if decide is not None and isinstance(exchange, ParallelExperts):
+            exchange.decide = decide
+    return job
+
+
 def train(plan: Plan, accumulate: int, model: dict, decide=None, steps: int = STEPS, bounds: tuple[int, ...] = ()):
     """Logits and penalties of each step and of an evaluation, if this rank has them; and the state of the job."""
     with ExitStack() as stack:
-        if plan.num_ranks == 4 and not plan.pipeline:
-            patch = stack.enter_context(pytest.MonkeyPatch.context())
-            patch.setenv("LOCAL_WORLD_SIZE", "2")
-            patch.setenv("LOCAL_RANK", str(int(os.environ["RANK"]) % 2))
-        job = build(make_model(**model), plan, optimizer=adam, accumulate=accumulate)
-        stack.callback(job.mesh.close)
-        for module in job.model.modules():
-            exchange = getattr(module, "exchange", None)
-            if decide is not None and isinstance(exchange, ParallelExperts):
-                exchange.decide = decide
+        job = start_job(stack, plan, accumulate, model, decide)
         index, size = plan.position(job.mesh.rank, plan.sample_axes)
         start, stop = bounds[index : index + 2] if bounds else (SIZE * index // size, SIZE * (index + 1) // size)
         outputs = [*job.run(tokens(step, start, stop, sample_weights=True) for step in range(steps))]

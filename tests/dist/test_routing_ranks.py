@@ -1,19 +1,26 @@
 """Recorded routing over ranks, replicated, split, with copies and in pipelines: the rows of one process, by rank."""
 
-import os
 from contextlib import ExitStack, chdir
 from pathlib import Path
 
 import numpy as np
 import pytest
-from test_expert_parallel import BOTH, HOST, LOCAL, UNCOUPLED, draw_copies, make_model, single_plan_of, with_experts
-from test_gpt_ranks import SIZE, adam, tokens
+from test_expert_parallel import (
+    BOTH,
+    HOST,
+    LOCAL,
+    UNCOUPLED,
+    draw_copies,
+    make_model,
+    single_plan_of,
+    start_job,
+    with_experts,
+)
+from test_gpt_ranks import SIZE, tokens
 from test_moe_ranks import PLANS
 
 from shardwright import config
-from shardwright.experts.exchange import ParallelExperts
 from shardwright.report import render
-from shardwright.runtime.build import build
 from shardwright.runtime.rank_group import ONE_RANK, RankGroup
 from shardwright.runtime.run import train as training
 from shardwright.runtime.run.routing_recorder import RoutingRecorder
@@ -27,16 +34,7 @@ MODULES = {f"blocks.{block}.mlp" for block in range(4)}
 def record_on_rank(plan: Plan, accumulate: int, decide=None) -> list[RoutedRows]:
     """What a rank records in four steps, with evaluations between them."""
     with ExitStack() as stack:
-        if plan.num_ranks == 4 and not plan.pipeline:
-            patch = stack.enter_context(pytest.MonkeyPatch.context())
-            patch.setenv("LOCAL_WORLD_SIZE", "2")
-            patch.setenv("LOCAL_RANK", str(int(os.environ["RANK"]) % 2))
-        job = build(make_model(**UNCOUPLED), plan, optimizer=adam, accumulate=accumulate)
-        stack.callback(job.mesh.close)
-        for module in job.model.modules():
-            exchange = getattr(module, "exchange", None)
-            if decide is not None and isinstance(exchange, ParallelExperts):
-                exchange.decide = decide
+        job = start_job(stack, plan, accumulate, UNCOUPLED, decide)
         recorder = RoutingRecorder(job.model, RankGroup(job.mesh))
         index, size = plan.position(job.mesh.rank, plan.sample_axes)
         bounds = SIZE * index // size, SIZE * (index + 1) // size
