@@ -19,19 +19,23 @@ from shardwright.planner.experts import (
     with_shadows,
     without_copies,
 )
+from shardwright.spec.expert_rows import ROW_ORDERS
 
 Choose = Callable[[Setting, IntArray], Assignment]
 RANKS_PER_GROUP = 4  # of the paper's schedule: FMOE_FASTER_GROUP_SIZE of its code
 
 
 def choose_by_links(setting: Setting, chosen_RE: IntArray) -> Assignment:
-    """Our choice of copies: the candidate with the least bound of overlap on the cluster's links (Equation 2)."""
+    """Our choice of copies: the candidate with the least bound of overlap on the cluster's links (Equation 2), in the
+    better order of rows."""
 
     def seconds(assignment: Assignment) -> tuple[float, float]:
         traffic = Traffic(setting, assignment)
         return traffic.overlapped_seconds, traffic.sequential_seconds
 
-    return min(copy_candidates(setting.paper_layer, chosen_RE), key=seconds)
+    layer = setting.paper_layer
+    orders = [order(chosen_RE, layer.owners_E) for order in ROW_ORDERS.values()]
+    return min((each for order in orders for each in copy_candidates(layer, order)), key=seconds)
 
 
 def paper_shadows(setting: Setting, chosen_RE: IntArray) -> Assignment:

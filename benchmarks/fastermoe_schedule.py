@@ -21,7 +21,7 @@ from shardwright.planner.problem import Precision
 from shardwright.planner.search import define_problem
 from shardwright.planner.step.expert_tasks import expert_costs
 from shardwright.spec.cluster import Cluster
-from shardwright.spec.expert_rows import RowRanges, owners_of
+from shardwright.spec.expert_rows import owners_of
 from shardwright.spec.plan import ExpertCosts
 from shardwright.spec.wire import EXPERT_PART_BYTES
 from shardwright.spec.workload import DTYPE_BYTES, Block, Dtype, Mixture, Workload
@@ -112,12 +112,9 @@ class Traffic:
     def __init__(self, setting: Setting, assignment: Assignment) -> None:
         self.setting = setting
         owners_E = np.array(assignment.layer.owners)
-        ranges = RowRanges(assignment.chosen_RE, assignment.computed_RE, owners_E)
-        first_RRE = np.maximum(ranges.before_RE[:, None], ranges.start_RE)
-        rows_RRE = np.maximum(np.minimum(ranges.until_RE[:, None], ranges.end_RE) - first_RRE, 0)
-        is_owner_RE = np.arange(setting.num_ranks)[:, None] == owners_E
-        self.own_RR: FloatArray = (rows_RRE * is_owner_RE).sum(2).astype(float)
-        self.copied_RR: FloatArray = rows_RRE.sum(2) - self.own_RR
+        ranges = assignment.ranges
+        self.own_RR: FloatArray = ranges.rows_between(is_copy=False).astype(float)
+        self.copied_RR: FloatArray = ranges.rows_between(is_copy=True).astype(float)
         self.weights_RR: FloatArray = np.zeros((setting.num_ranks, setting.num_ranks))
         chains = assignment.chains()
         for expert, ranks in chains.items():

@@ -76,6 +76,7 @@ class OurLayer:
         from shardwright.experts.exchange import ParallelExperts
         from shardwright.layers.moe import SwiGluExperts
         from shardwright.planner.experts import decide
+        from shardwright.spec.expert_rows import balanced_order
         from shardwright.spec.lanes import COPIES, EXPERTS
         from shardwright.spec.plan import ExpertCosts, ExpertPlan
 
@@ -91,6 +92,7 @@ class OurLayer:
             with self.autocast():
                 self.costs = measure_costs(self.experts, mesh, gather)
             self.exchange.copies = mesh.group(axes, COPIES)
+            self.exchange.order_rows = balanced_order
             self.exchange.decide = partial(
                 decide, ExpertPlan("moe", axes, mesh.size, copies, ExpertCosts(**self.costs))
             )

@@ -20,7 +20,7 @@ from shardwright.planner.experts import (
     decide,
     without_copies,
 )
-from shardwright.spec.expert_rows import IntArray
+from shardwright.spec.expert_rows import IntArray, RowOrder, balanced_order, rank_order
 from shardwright.spec.plan import CopyPolicy, ExpertCosts, ExpertPlan
 
 CHANNELS, ALPHA, ROWS, EXPERTS_PER_RANK, NUM_CHOSEN = 384, 4, 5760, 2, 2
@@ -33,7 +33,7 @@ GSHARD, ZERO_2, ZERO_3 = "GShard, capacity 1.2", "ZeRO-2", "ZeRO-3"
 COMPUTATION, MESSAGES = "plain, computation", "plain, messages"
 BALANCED, BALANCED_STEPS, BALANCED_OURS = EVEN, f"{EVEN}, steps", f"{EVEN}, ours"
 Policy = CopyPolicy | Literal["EPLB", "LLEP", "quota"]
-Decide = Callable[[IntArray], IntArray | None]
+Decide = Callable[[RowOrder], IntArray | None]
 Execution = Literal["exchange", "computation", "messages", "capacity", "zero 2", "zero 3"]
 
 
@@ -104,13 +104,17 @@ def decide_of(side: str, workload: str, number: int, num_ranks: int, costs: Expe
             return None
         case "EPLB":
             previous_RE = counts_of(workload, number, num_ranks, is_previous=True)
-            return partial(moe_policies.eplb, previous_RE=previous_RE)
+            return lambda order: moe_policies.eplb(order.chosen_RE, previous_RE=previous_RE)
         case "LLEP":
-            return moe_policies.llep
+            return lambda order: moe_policies.llep(order.chosen_RE)
         case "quota":
-            return moe_policies.quota
+            return lambda order: moe_policies.quota(order.chosen_RE)
         case _:
             return partial(decide, ExpertPlan("moe", (), num_ranks if in_steps else 1, policy, costs))
+
+
+def order_rows_of(side: str) -> Callable[[IntArray, IntArray], RowOrder]:
+    return rank_order if SIDES[side].policy in ("none", "shadows") else balanced_order
 
 
 def assignment_of(side: str, workload: str, number: int, num_ranks: int, costs: ExpertCosts) -> Assignment:
@@ -118,10 +122,9 @@ def assignment_of(side: str, workload: str, number: int, num_ranks: int, costs: 
     counts_RE = routing_of(side, workload, number, num_ranks)
     layer = ExpertLayer(tuple(expert // EXPERTS_PER_RANK for expert in range(counts_RE.shape[1])), costs)
     policy = decide_of(side, workload, number, num_ranks, costs)
-    computed_RE = policy(counts_RE) if policy is not None else None
-    if computed_RE is None:
-        return without_copies(layer, counts_RE)
-    return Assignment(layer, counts_RE, computed_RE)
+    order = order_rows_of(side)(counts_RE, layer.owners_E)
+    computed_RE = policy(order) if policy is not None else None
+    return without_copies(layer, counts_RE) if computed_RE is None else Assignment(layer, order, computed_RE)
 
 
 def predict(side: str, workload: str, number: int, num_ranks: int, costs: ExpertCosts) -> dict[str, Any]:

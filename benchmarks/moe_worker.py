@@ -21,6 +21,7 @@ from benchmarks.moe_sides import (
     decide_of,
     expert_bytes,
     num_slots,
+    order_rows_of,
     routing_of,
 )
 from benchmarks.turns import TurnServer, make_broadcast
@@ -84,6 +85,7 @@ class Layer:
             case "exchange":
                 exchange = ParallelExperts("moe", self.group, self.mesh.size if SIDES[side].in_steps else 1)
                 exchange.copies = self.mesh.group(AXES, COPIES)
+                exchange.order_rows = order_rows_of(side)
                 exchange.decide = decide_of(side, workload, number, self.mesh.size, costs)
                 return self._layer_step(exchange, counts_RE)
 

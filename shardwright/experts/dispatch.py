@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from shardwright.spec.expert_rows import IntArray, RowRanges, owners_of, split_experts
+from shardwright.spec.expert_rows import IntArray, RowOrder, RowRanges, split_experts
 
 
 def ring_steps(num_ranks: int, num_groups: int, rank: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -78,42 +78,62 @@ class Dispatch:
         return computed_E
 
 
-def make_dispatch(chosen_RE: IntArray, rank: int, num_groups: int = 1, computed_RE: IntArray | None = None) -> Dispatch:
+def make_dispatch(order: RowOrder, rank: int, num_groups: int = 1, computed_RE: IntArray | None = None) -> Dispatch:
     """The exchange in which each rank computes `computed_RE` rows of each expert; None: its owner computes all.
 
-    `chosen_RE`: rows of each expert by the rank that has them. Rows for owners are exchanged in `num_groups` steps,
-    then rows for copies in as many.
+    Rows for owners are exchanged in `num_groups` steps, then rows for copies in as many.
     """
-    num_ranks, num_experts = chosen_RE.shape
-    owners_E = owners_of(num_experts, num_ranks)
+    num_ranks, num_experts = order.chosen_RE.shape
     own = range(*split_experts(num_experts, num_ranks)[rank])
-    ranges = RowRanges(chosen_RE, computed_RE, owners_E)
-    to_RE, from_RE = ranges.sent_by(rank), ranges.sent_to(rank)
-    is_owner_RE = np.arange(num_ranks)[:, None] == owners_E
-    has_copies = bool((to_RE * ~is_owner_RE).any() or from_RE[:, [e for e in range(num_experts) if e not in own]].any())
+    ranges = RowRanges(order, computed_RE)
+    outgoing, incoming = _Outgoing(ranges, rank), _Incoming(ranges, rank)
     kinds = [(targets, sources, False) for targets, sources in ring_steps(num_ranks, num_groups, rank)]
+    has_copies = outgoing.has_copies or incoming.has_copies
     kinds += [(targets, sources, True) for targets, sources, _ in kinds if has_copies]
-    starts_E = np.cumsum(chosen_RE[rank]) - chosen_RE[rank]
-    begins_RE = starts_E + np.maximum(ranges.start_RE - ranges.before_RE[rank], 0)
-    copied = tuple(int(e) for e in np.flatnonzero(from_RE.sum(0)) if e not in own)
+    copied = tuple(expert for expert in incoming.experts if expert not in own)
     orders, builders, sent = [], list[_StepBuilder](), 0
     for targets, sources, is_copy in kinds:
-        masked_RE = to_RE * (~is_owner_RE if is_copy else is_owner_RE)
-        order, sends = _send_order(masked_RE, begins_RE, targets, sent)
-        sent += len(order)
-        orders.append(order)
-        builders.append(_StepBuilder(sends, from_RE, copied if is_copy else own, sources, ranges.order_RE, is_copy))
+        rows, sends = outgoing.rows_for(targets, sent, is_copy=is_copy)
+        sent += len(rows)
+        orders.append(rows)
+        builders.append(_StepBuilder(sends, incoming, copied if is_copy else own, sources, is_copy))
     return Dispatch(np.concatenate(orders), own, copied, tuple(_finish(builders)), tuple(ranges.chains()))
 
 
-def _send_order(
-    to_RE: IntArray, begins_RE: IntArray, targets: Sequence[int], sent: int
-) -> tuple[IntArray, tuple[tuple[int, slice], ...]]:
-    """The rows for these ranks, by rank and expert; and the range of each rank, after `sent` rows."""
-    sizes_RE = to_RE[targets]
-    ends = [*accumulate(sizes_RE.sum(1).tolist(), initial=sent)]
-    sends = tuple((target, slice(*ends)) for target, ends in zip(targets, pairwise(ends), strict=True))
-    return _concatenate_ranges(begins_RE[targets].ravel(), sizes_RE.ravel()), sends
+class _Outgoing:
+    """The rows of a rank, by segment and the rank that computes them."""
+
+    def __init__(self, ranges: RowRanges, rank: int) -> None:
+        order, own_E = ranges.order, ranges.order.chosen_RE[rank]
+        segments, start_RP, self._size_RP = ranges.sent_by(rank)
+        experts_P, num_ranks = order.expert_P[segments], len(order.chosen_RE)
+        first_P = (np.cumsum(own_E) - own_E)[experts_P] + order.begin_P[segments] - order.start_P[segments]
+        self._begin_RP = first_P + start_RP
+        self._is_owner_RP = np.arange(num_ranks)[:, None] == order.owners_E[experts_P]
+        self.has_copies = bool((self._size_RP * ~self._is_owner_RP).any())
+
+    def rows_for(
+        self, targets: Sequence[int], sent: int, *, is_copy: bool
+    ) -> tuple[IntArray, tuple[tuple[int, slice], ...]]:
+        """Rows for owners or copies on these ranks, by rank and segment; and the range of each rank, after `sent`."""
+        size_RP = (self._size_RP * (self._is_owner_RP != is_copy))[targets]
+        ends = [*accumulate(size_RP.sum(1).tolist(), initial=sent)]
+        sends = tuple((target, slice(*ends)) for target, ends in zip(targets, pairwise(ends), strict=True))
+        return _concatenate_ranges(self._begin_RP[targets].ravel(), size_RP.ravel()), sends
+
+
+class _Incoming:
+    """The rows that a rank computes, by segment. Each rank sends its own in the order of segments."""
+
+    def __init__(self, ranges: RowRanges, rank: int) -> None:
+        order = ranges.order
+        start_P, size_P = ranges.computed_by(rank)
+        exists_P = size_P > 0
+        self.chosen_shape = order.chosen_RE.shape
+        self.expert_P, self.source_P = order.expert_P[exists_P], order.source_P[exists_P]
+        self.start_P, self.size_P = start_P[exists_P], size_P[exists_P]
+        self.experts: list[int] = np.unique(self.expert_P).tolist()
+        self.has_copies = bool((order.owners_E[self.experts] != rank).any())
 
 
 class _StepBuilder:
@@ -122,26 +142,27 @@ class _StepBuilder:
     def __init__(
         self,
         sends: tuple[tuple[int, slice], ...],
-        from_RE: IntArray,
+        incoming: _Incoming,
         experts: Sequence[int],
         sources: Sequence[int],
-        order_RE: IntArray,
         is_copy: bool,
     ) -> None:
         self.sends, self.is_copy = sends, is_copy
-        experts_E = np.array(experts, np.int64)
-        received_RE = from_RE[sources][:, experts_E]
-        ends = [*accumulate(received_RE.sum(1).tolist(), initial=0)]
+        position_E, place_R = (np.full(num, -1) for num in incoming.chosen_shape[::-1])
+        position_E[list(experts)], place_R[list(sources)] = np.arange(len(experts)), np.arange(len(sources))
+        expert_P, place_P = position_E[incoming.expert_P], place_R[incoming.source_P]
+        pieces = np.flatnonzero((expert_P >= 0) & (place_P >= 0))
+        pieces = pieces[np.argsort(place_P[pieces], kind="stable")]  # as they arrive
+        expert_P, start_P, size_P = expert_P[pieces], incoming.start_P[pieces], incoming.size_P[pieces]
+        received = np.bincount(place_P[pieces], size_P, len(sources)).astype(np.int64)
+        ends = [*accumulate(received.tolist(), initial=0)]
         self.receives = tuple((source, slice(*ends)) for source, ends in zip(sources, pairwise(ends), strict=True))
-        self.sizes = received_RE.sum(0)
-        sizes_P = received_RE.ravel()
-        expert_P = np.tile(np.arange(len(experts_E)), len(sources))
-        order_P = order_RE[sources][:, experts_E].ravel()
-        by_expert_P = np.lexsort((order_P, expert_P))
-        starts_P = np.cumsum(sizes_P) - sizes_P
-        self.by_expert = _concatenate_ranges(starts_P[by_expert_P], sizes_P[by_expert_P])
+        self.sizes = np.bincount(expert_P, size_P, len(experts)).astype(np.int64)
+        by_expert_P = np.lexsort((start_P, expert_P))
+        starts_P = np.cumsum(size_P) - size_P
+        self.by_expert = _concatenate_ranges(starts_P[by_expert_P], size_P[by_expert_P])
         self.is_sorted = bool((np.diff(self.by_expert) == 1).all())
-        self.keys = np.stack((expert_P, order_P, sizes_P))[:, by_expert_P]
+        self.keys = np.stack((expert_P, start_P, size_P))[:, by_expert_P]
 
 
 def _finish(builders: Sequence[_StepBuilder]) -> Iterator[Step]:
@@ -149,8 +170,8 @@ def _finish(builders: Sequence[_StepBuilder]) -> Iterator[Step]:
         alike = [other for other in builders if other.is_copy == builder.is_copy]
         positions = None
         if len(alike) > 1:
-            expert_P, order_P, sizes_P = np.concatenate([other.keys for other in alike], 1)
-            by_expert_P = np.lexsort((order_P, expert_P))
+            expert_P, start_P, sizes_P = np.concatenate([other.keys for other in alike], 1)
+            by_expert_P = np.lexsort((start_P, expert_P))
             starts_P = np.empty_like(sizes_P)
             starts_P[by_expert_P] = np.cumsum(sizes_P[by_expert_P]) - sizes_P[by_expert_P]
             first = sum(other.keys.shape[1] for other in alike[: alike.index(builder)])

@@ -32,14 +32,14 @@ from shardwright.experts.dispatch import Dispatch, Step, make_dispatch
 from shardwright.experts.weights import CallWeights
 from shardwright.layers.gates import Routing
 from shardwright.layers.moe import combine_rows, gather_rows, order_by_expert
-from shardwright.spec.expert_rows import IntArray
+from shardwright.spec.expert_rows import IntArray, RowOrder, owners_of, rank_order
 from shardwright.spec.lanes import MAIN
 from shardwright.step.inner import InnerStage, InnerStages
 from shardwright.step.slots import Slots, accesses, issues
 from shardwright.step.tracer import Tracer
 
 Ranges = Sequence[tuple[int, slice]]  # of rows, by rank
-Decide = Callable[[IntArray], IntArray | None]
+Decide = Callable[[RowOrder], IntArray | None]
 Compute = Callable[[int, Step, Tensor], Tensor]  # the rows to return, of a step's number, the step and rows received
 
 
@@ -62,23 +62,25 @@ class ParallelExperts:
     def __init__(self, name: str, group: Group, num_groups: int = 1) -> None:
         self.name, self.group, self.num_groups = name, group, num_groups
         self.decide: Decide | None = None
+        self.order_rows: Callable[[IntArray, IntArray], RowOrder] = rank_order
         self.copies: Group | None = None
         self.tracer: Tracer | None = None
         self.computed_E: IntArray = np.zeros(0, np.int64)
         self._calls = _CallsByNumber()
 
     def forward(self, experts: nn.Module, tokens_NC: Tensor, routing: Routing, num_experts: int) -> Tensor:
-        order, sizes_E = order_by_expert(routing.experts_NK.flatten(), num_experts)
+        by_expert, sizes_E = order_by_expert(routing.experts_NK.flatten(), num_experts)
         counts = collective.all_gather(sizes_E.unsqueeze(0), [1] * self.group.size, self.group)
         chosen_RE = counts.wait().numpy()
-        computed_RE = self.decide(chosen_RE) if self.decide is not None else None
-        dispatch = make_dispatch(chosen_RE, self.group.index, self.num_groups, computed_RE)
+        order = self.order_rows(chosen_RE, owners_of(num_experts, self.group.size))
+        computed_RE = self.decide(order) if self.decide is not None else None
+        dispatch = make_dispatch(order, self.group.index, self.num_groups, computed_RE)
         self.computed_E = dispatch.computed(num_experts)
-        order = order[torch.from_numpy(dispatch.order)]
-        rows = gather_rows(tokens_NC, order, routing.experts_NK.shape[1])
+        sent = by_expert[torch.from_numpy(dispatch.order)]
+        rows = gather_rows(tokens_NC, sent, routing.experts_NK.shape[1])
         call = _Call(self, experts, dispatch)
         out = _Exchange.apply(self._calls, call, rows, *experts.parameters())
-        return combine_rows(out, order, routing)  # pyright: ignore[reportArgumentType]
+        return combine_rows(out, sent, routing)  # pyright: ignore[reportArgumentType]
 
 
 class _CallsByNumber:
@@ -135,14 +137,23 @@ class _Call:
         if self._dispatch.chains:
             assert self._owner.copies is not None
             self._copies = Copies(self._dispatch, own, self._owner.copies)
-        return self._exchange(rows, self._run_experts, self._send_weights)
+        own, copies = self._step_numbers(is_copy=False), self._step_numbers(is_copy=True)
+        # Copies' own rows last: until they are computed, the results of all others travel.
+        return self._exchange(rows, self._run_experts, [*own, *copies[1:], *copies[:1]], self._send_weights)
 
     def backward(self, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The gradients of the rows and of the weights."""
         gradients: list[Tensor] = []
         begin = self._copies.receive_gradients if self._copies is not None else _nothing
-        rows = self._exchange(gradient, self._run_backward, begin, lambda: gradients.extend(self._weight_gradients()))
+        # Copies first, so that their weight gradients travel while own rows are computed.
+        order = [*self._step_numbers(is_copy=True), *self._step_numbers(is_copy=False)]
+        rows = self._exchange(
+            gradient, self._run_backward, order, begin, lambda: gradients.extend(self._weight_gradients())
+        )
         return rows, gradients
+
+    def _step_numbers(self, *, is_copy: bool) -> list[int]:
+        return [number for number, step in enumerate(self._dispatch.steps) if step.is_copy == is_copy]
 
     def _send_weights(self) -> None:
         if self._copies is not None:
@@ -160,6 +171,8 @@ class _Call:
         return outputs.detach()
 
     def _run_backward(self, number: int, step: Step, gradient: Tensor) -> Tensor:
+        if self._copies is not None and not step.is_copy:
+            self._copies.continue_gradients(only_ready=True)
         inputs, outputs = self._graphs.pop(number)
         return self._weights_of(step).backward(step, outputs, inputs, gradient)
 
@@ -189,16 +202,22 @@ class _Call:
         return [*totals.values()]
 
     def _exchange(
-        self, rows: Tensor, compute: Compute, begin: Callable[[], None], finish: Callable[[], None] | None = None
+        self,
+        rows: Tensor,
+        compute: Compute,
+        order: Sequence[int],
+        begin: Callable[[], None],
+        finish: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Send rows, compute, return. `begin`: run while the first rows are in flight; `finish`: the last results."""
+        """Send rows, compute, return, in this order of steps. `begin`: run while the first rows are in flight;
+        `finish`: the last results."""
         transfers = _Transfers(rows, self._owner.group)
-        calls = [self._bind_step(number, step, transfers, compute) for number, step in enumerate(self._dispatch.steps)]
+        calls = [self._bind_step(number, self._dispatch.steps[number], transfers, compute) for number in order]
         self._stages.tracer = self._owner.tracer
         self._stages.run(*(send for send, _, _ in calls))
         begin()
         self._stages.run(calls[0][1], *(back for _, _, back in calls), *(run for _, run, _ in calls[1:]))
-        finishing = [self._bind_finish(f"computed.{len(calls) - 1}", finish)] if finish is not None else []
+        finishing = [self._bind_finish(f"computed.{order[-1]}", finish)] if finish is not None else []
         self._stages.run(*finishing)
         for stage in (*chain.from_iterable(calls), *finishing):
             stage.wait_for_value()

@@ -20,9 +20,10 @@ from shardwright.planner.experts import (
     COMPUTE_PASSES,
     EXCHANGES,
     TRANSFERS,
-    Assignment,
     ExpertLayer,
+    assign,
     choose_copies,
+    choose_order,
     decide,
     without_copies,
 )
@@ -32,12 +33,13 @@ from shardwright.planner.price.axis_groups import AxisGroups, group_cost
 from shardwright.planner.problem import Problem, SplitExperts
 from shardwright.planner.search import Candidate
 from shardwright.planner.step.expert_tasks import call_seconds, expert_costs
-from shardwright.spec.expert_rows import IntArray, owners_of
-from shardwright.spec.plan import COPY_POLICIES, CopyPolicy, ExpertCosts, ExpertPlan
+from shardwright.spec.expert_rows import ROW_ORDERS, IntArray, owners_of
+from shardwright.spec.plan import COPY_POLICIES, CopyPolicy, ExpertCosts, ExpertPlan, RowOrderName
 from shardwright.spec.workload import Mixture
 
 # The choice of copies takes time in every call: about this for each pair of a rank and an expert, and at all.
 DECISION_SECONDS, DECISION_PAIR_SECONDS = 2e-4, 3e-7
+SKEW = 1.2  # exponent of the popularity of experts by which their rows are ordered where no routing was recorded
 MAX_DECISION_SHARE = 0.02  # of a call's time, for copies to be considered where no routing was recorded
 
 
@@ -104,9 +106,21 @@ def _split_mixture(problem: Problem, mixture: Mixture, groups: AxisGroups, reque
     """The steps and copies of one mixture with which a call takes least time."""
     costs = expert_costs(problem, mixture, groups)
     steps = (request.expert_groups,) if request.expert_groups else (1, groups.size)
-    policies = _copy_policies(_layer(mixture, groups, costs), _rows_of(problem, mixture, groups), request)
-    plans = (ExpertPlan(mixture.module, groups.names, num, copies, costs) for num in steps for copies in policies)
+    layer = _layer(mixture, groups, costs)
+    policies = _copy_policies(layer, _rows_of(problem, mixture, groups), request)
+    skewed_RE = _rows_of(problem, mixture, groups, is_skewed=True)
+    plans = (
+        ExpertPlan(mixture.module, groups.names, num, copies, costs, _order(layer, skewed_RE, num, copies))
+        for num in steps
+        for copies in policies
+    )
     return min((split_as(problem, plan) for plan in plans), key=lambda part: sum(call_seconds(part)))
+
+
+def _order(layer: ExpertLayer, skewed_RE: IntArray, num_steps: int, copies: CopyPolicy) -> RowOrderName:
+    """Shadows are on all ranks, each for its own rows. All others have the same order, so that results with and without
+    copies are equal to the bit."""
+    return "ranks" if copies == "shadows" else choose_order(layer, skewed_RE, overlap=num_steps > 1)
 
 
 def split_as(problem: Problem, plan: ExpertPlan) -> SplitExperts:
@@ -117,15 +131,14 @@ def split_as(problem: Problem, plan: ExpertPlan) -> SplitExperts:
     groups = AxisGroups(problem.cluster, problem.mesh_axes, plan.axes, problem.chunk_ranks)
     costs = expert_costs(problem, mixture, groups)
     layer, chosen_RE = _layer(mixture, groups, costs), _rows_of(problem, mixture, groups)
-    computed_RE = decide(plan, chosen_RE)
-    is_plain = computed_RE is None
-    assignment = without_copies(layer, chosen_RE) if is_plain else Assignment(layer, chosen_RE, computed_RE)
+    computed_RE = decide(plan, ROW_ORDERS[plan.order](chosen_RE, layer.owners_E))
+    assignment = assign(layer, chosen_RE, computed_RE, plan.order)
     own = max(np.bincount(layer.owners)) * mixture.experts.parameter_bytes / mixture.num_experts
     return SplitExperts(
         plan=plan,
         mixture=mixture,
         own_bytes=own,
-        copied_bytes=0.0 if is_plain else own,  # balancing gives a rank at most as many copies
+        copied_bytes=0.0 if computed_RE is None else own,  # balancing gives a rank at most as many copies
         compute_seconds=assignment.compute_seconds / COMPUTE_PASSES,
         even_seconds=chosen_RE.sum() / groups.size * costs.compute_row,
         message_seconds=assignment.exchange_seconds / EXCHANGES,
@@ -149,10 +162,11 @@ def _copy_policies(layer: ExpertLayer, chosen_RE: IntArray, request: LayerReques
     return ["fastest"] if deciding < MAX_DECISION_SHARE * plain.seconds else ["none"]
 
 
-def _rows_of(problem: Problem, mixture: Mixture, groups: AxisGroups) -> IntArray:
-    """The rows of each expert that every rank of a group has, by the recorded shares, or evenly."""
+def _rows_of(problem: Problem, mixture: Mixture, groups: AxisGroups, *, is_skewed: bool = False) -> IntArray:
+    """The rows of each expert that every rank of a group has, by the recorded shares; without, evenly or skewed."""
     rows = mixture.rows * problem.local_batch_share
-    shares_E = np.array(mixture.shares or [1 / mixture.num_experts] * mixture.num_experts)
+    popularity_E = np.arange(1.0, mixture.num_experts + 1) ** -(SKEW if is_skewed else 0.0)
+    shares_E = np.array(mixture.shares or popularity_E / popularity_E.sum())
     ends_E = np.rint(shares_E.cumsum() * rows).astype(np.int64)
     return np.tile(np.diff(ends_E, prepend=0), (groups.size, 1))
 

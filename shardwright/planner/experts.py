@@ -6,22 +6,30 @@ gradients; rows that are computed where they are need none. Equation numbers are
 Shape legend: R ranks, E experts, G groups of ranks that share a link.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 import numpy as np
 
 from shardwright.errors import UserError
-from shardwright.spec.expert_rows import IntArray, RowRanges, owners_of
-from shardwright.spec.plan import ExpertCosts, ExpertPlan
+from shardwright.spec.expert_rows import (
+    ORDER_BOUND,
+    ROW_ORDERS,
+    IntArray,
+    RowOrder,
+    RowRanges,
+    balance_rows,
+    rank_order,
+)
+from shardwright.spec.plan import ExpertCosts, ExpertPlan, RowOrderName, SharedLink
 
 COMPUTE_PASSES = 3  # forward, gradients of inputs, gradients of weights
 EXCHANGES = 4  # of rows: there and back, forward and backward
 TRANSFERS = 2  # of an expert: its weights, their gradients
 NO_COSTS = ExpertCosts(0.0, 0.0, 0.0)
-BOUNDS = (1.0, 1.05, 1.2, 1.5)  # of a rank's rows over the mean, that copies are tried for
+BOUNDS = (1.0, ORDER_BOUND, 1.2, 1.5)  # of a rank's rows over the mean, that copies are tried for
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +39,23 @@ class ExpertLayer:
     owners: tuple[int, ...]
     costs: ExpertCosts
 
+    @property
+    def owners_E(self) -> IntArray:
+        return np.array(self.owners)
+
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """How many rows of each expert every rank computes. `chosen_RE`: rows by the rank that has them."""
+    """How many rows of each expert every rank computes: a range of the rows in their order."""
 
     layer: ExpertLayer
-    chosen_RE: IntArray
+    order: RowOrder
     computed_RE: IntArray
+
+    @property
+    def chosen_RE(self) -> IntArray:
+        """Rows by the rank that has them."""
+        return self.order.chosen_RE
 
     @cached_property
     def loads_R(self) -> IntArray:
@@ -48,41 +65,36 @@ class Assignment:
     def copies(self) -> tuple[IntArray, IntArray]:
         """Pairs of a rank and an expert that it computes rows of and does not own: the ranks, and the experts."""
         is_copied_RE = self.computed_RE > 0
-        is_copied_RE[self.layer.owners, np.arange(len(self.layer.owners))] = False
+        is_copied_RE[self.order.owners_E, np.arange(len(self.order.owners_E))] = False
         ranks, experts = np.nonzero(is_copied_RE)
         return ranks, experts
 
     @cached_property
-    def _ranges(self) -> RowRanges:
-        return RowRanges(self.chosen_RE, self.computed_RE, np.array(self.layer.owners))
+    def ranges(self) -> RowRanges:
+        return RowRanges(self.order, self.computed_RE)
 
-    def moved_rows(self, size: int = 1) -> int:
-        """The most rows that a group of `size` consecutive ranks sends to others, or receives, in one exchange."""
-        local_G = self._ranges.local_rows(size).sum(1)
-        sent_G, received_G = (
-            _by_group(rows_RE.sum(1), size) - local_G for rows_RE in (self.chosen_RE, self.computed_RE)
-        )
-        return int(max(sent_G.max(initial=0), received_G.max(initial=0)))
+    def rows_by_link(self, size: int = 1) -> tuple[IntArray, IntArray]:
+        """(G,) The rows that each group of `size` consecutive ranks sends to others, and receives, in one exchange."""
+        local_G = self.ranges.local_rows(size)
+        sent_G, received_G = (_by_group(rows_RE.sum(1), size) for rows_RE in (self.chosen_RE, self.computed_RE))
+        return sent_G - local_G, received_G - local_G
 
-    def moved_experts(self, size: int = 1) -> int:
-        """The most experts that a group of `size` consecutive ranks sends to others, or receives: a chain of ranks
+    def experts_by_link(self, size: int = 1) -> tuple[IntArray, IntArray]:
+        """(G,) The experts that each group of `size` consecutive ranks sends to others, and receives: a chain of ranks
         hands each copied expert on."""
-        (ranks, experts), owners = self.copies, np.array(self.layer.owners)
-        order = np.lexsort(((ranks - owners[experts]) % len(self.loads_R), experts))
-        to, experts = ranks[order], experts[order]
-        is_first = np.diff(experts, prepend=-1) != 0  # in its chain
-        source = np.where(is_first, owners[experts], np.roll(to, 1))
-        leaves = source // size != to // size
-        sent, received = (np.bincount(each[leaves] // size) for each in (source, to))
-        return int(max(sent.max(initial=0), received.max(initial=0)))
+        ranks, experts = self.copies
+        by_chain = np.argsort(experts * len(self.loads_R) + self.order.place_RE[ranks, experts])
+        to, experts = ranks[by_chain], experts[by_chain]
+        source = self.order.owners_E[experts]
+        follows = experts[1:] == experts[:-1]  # another rank of the same chain
+        source[1:][follows] = to[:-1][follows]
+        leaves, num = source // size != to // size, len(self.loads_R) // size
+        sent_G, received_G = (np.bincount(each[leaves] // size, minlength=num) for each in (source, to))
+        return sent_G, received_G
 
     def chains(self) -> dict[int, list[int]]:
         """By copied expert, the ranks that hold a copy, in the order of the chain from its owner on."""
-        (ranks, experts), chains = self.copies, dict[int, list[int]]()
-        positions = (ranks - np.array(self.layer.owners)[experts]) % len(self.loads_R)
-        for number in np.lexsort((positions, experts)).tolist():
-            chains.setdefault(int(experts[number]), []).append(int(ranks[number]))
-        return chains
+        return {expert: [*ranks] for expert, _, ranks in self.ranges.chains()}
 
     @cached_property
     def compute_seconds(self) -> float:
@@ -90,19 +102,26 @@ class Assignment:
         return COMPUTE_PASSES * float(self.loads_R.max(initial=0)) * self.layer.costs.compute_row
 
     @cached_property
-    def exchange_seconds(self) -> float:
-        """Equation 2 for all exchanges of rows: the busiest link counts."""
+    def _traffic(self) -> list[tuple[SharedLink, tuple[IntArray, IntArray], tuple[IntArray, IntArray]]]:
+        """By link: rows that leave and arrive, and experts that do."""
         costs = self.layer.costs
-        shared = (self.moved_rows(link.ranks) * link.send_row for link in costs.shared)
-        return EXCHANGES * max(self.moved_rows() * costs.send_row, *shared, 0.0)
+        links = (SharedLink(1, costs.send_row, costs.send_expert), *costs.shared)
+        return [(link, self.rows_by_link(link.ranks), self.experts_by_link(link.ranks)) for link in links]
+
+    @cached_property
+    def exchange_seconds(self) -> float:
+        """Equation 2 for all exchanges of rows: in each the busiest link counts."""
+        return EXCHANGES * max(_most(rows) * link.send_row for link, rows, _ in self._traffic)
 
     @cached_property
     def copy_seconds(self) -> float:
         """Weights and their gradients on the busiest link, and the longest chain's last part."""
-        costs, longest = self.layer.costs, max(np.bincount(self.copies[1]).tolist(), default=0)
-        shared = (self.moved_experts(link.ranks) * link.send_expert for link in costs.shared)
-        transfers = TRANSFERS * max(self.moved_experts() * costs.send_expert, *shared, 0.0)
-        return transfers + max(0, longest - 1) * costs.hand_on
+        return TRANSFERS * max(_most(num) * link.send_expert for link, _, num in self._traffic) + self._chain_seconds
+
+    @cached_property
+    def _chain_seconds(self) -> float:
+        longest = max(np.bincount(self.copies[1]).tolist(), default=0)
+        return max(0, longest - 1) * self.layer.costs.hand_on
 
     @cached_property
     def seconds(self) -> float:
@@ -111,9 +130,20 @@ class Assignment:
 
     @cached_property
     def overlapped_seconds(self) -> float:
-        """The least time if messages overlap with computation: in forward, a third of it, and in backward."""
-        messages, forward = (self.exchange_seconds + self.copy_seconds) / 2, self.compute_seconds / COMPUTE_PASSES
+        """The least time if messages overlap with computation: in forward, a third of it, and in backward.
+
+        All messages of a pass follow each other on a link, in each direction rows, results and experts.
+        """
+        messages, forward = 0.0, self.compute_seconds / COMPUTE_PASSES
+        for link, (sent_G, received_G), experts in self._traffic:
+            rows_G = (sent_G + received_G) * link.send_row
+            messages = max(messages, *(float((rows_G + num_G * link.send_expert).max()) for num_G in experts))
+        messages += self._chain_seconds
         return max(messages, forward) + max(messages, self.compute_seconds - forward)
+
+
+def _most(counts: Sequence[IntArray]) -> int:
+    return max(int(each.max()) for each in counts)
 
 
 def _by_group(values_R: IntArray, size: int) -> IntArray:
@@ -122,16 +152,19 @@ def _by_group(values_R: IntArray, size: int) -> IntArray:
 
 def without_copies(layer: ExpertLayer, chosen_RE: IntArray) -> Assignment:
     """Every row is computed by the owner of its expert."""
-    computed_RE = np.zeros_like(chosen_RE)
-    computed_RE[list(layer.owners), range(len(layer.owners))] = chosen_RE.sum(0)
-    return Assignment(layer, chosen_RE, computed_RE)
+    return Assignment(layer, rank_order(chosen_RE, layer.owners_E), _shadowed(layer, chosen_RE, []))
 
 
 def with_shadows(layer: ExpertLayer, chosen_RE: IntArray, experts: Sequence[int]) -> Assignment:
     """Every rank computes its own rows of these experts."""
-    assignment = without_copies(layer, chosen_RE)
-    assignment.computed_RE[:, list(experts)] = chosen_RE[:, list(experts)]
-    return assignment
+    return Assignment(layer, rank_order(chosen_RE, layer.owners_E), _shadowed(layer, chosen_RE, experts))
+
+
+def _shadowed(layer: ExpertLayer, chosen_RE: IntArray, experts: Sequence[int]) -> IntArray:
+    computed_RE = np.zeros_like(chosen_RE)
+    computed_RE[layer.owners_E, np.arange(len(layer.owners))] = chosen_RE.sum(0)
+    computed_RE[:, list(experts)] = chosen_RE[:, list(experts)]
+    return computed_RE
 
 
 def select_shadows(layer: ExpertLayer, chosen_RE: IntArray) -> list[int]:
@@ -139,7 +172,7 @@ def select_shadows(layer: ExpertLayer, chosen_RE: IntArray) -> list[int]:
 
     As published it counts a rank's rows, not those that are still exchanged, nor those that a rank has already.
     """
-    loads_R = without_copies(layer, chosen_RE).loads_R.astype(float)
+    loads_R = np.bincount(layer.owners_E, chosen_RE.sum(0), len(chosen_RE))
     best, shadows = imbalance_seconds(layer, loads_R.max(initial=0)), list[int]()
     for expert in np.argsort(-chosen_RE.sum(0), kind="stable").tolist():
         loads_R[layer.owners[expert]] -= chosen_RE[:, expert].sum()
@@ -163,63 +196,80 @@ def shadow_seconds(layer: ExpertLayer, num_shadows: int, most_rows: float) -> fl
     return computing + TRANSFERS * num_shadows * layer.costs.send_expert
 
 
-def balance(layer: ExpertLayer, chosen_RE: IntArray, bound: float = 1.0) -> Assignment:
-    """Copies with which no rank computes more than `bound` times the mean number of rows, rounded up.
+def assign(
+    layer: ExpertLayer, chosen_RE: IntArray, computed_RE: IntArray | None, order: RowOrderName = "balanced"
+) -> Assignment:
+    """What ranks compute if rows are in this order; None: no copies."""
+    if computed_RE is None:
+        return without_copies(layer, chosen_RE)
+    return Assignment(layer, ROW_ORDERS[order](chosen_RE, layer.owners_E), computed_RE)
 
-    The most loaded rank gives rows to the least loaded one, up to the limit, until no rank is above it: the alias
-    method of Walker and Vose. Each rank is filled once, by one other, so that it gets at most as many copies as a rank
-    has experts. A rank that gave too many is filled itself later.
-    """
+
+def balance(layer: ExpertLayer, chosen_RE: IntArray, bound: float = 1.0) -> Assignment:
+    """Copies with which no rank computes more than `bound` times the mean number of rows, rounded up."""
     if bound < 1:
         raise UserError(f"balancing within {bound:g} times the mean; wanted 1 or more")
-    start = without_copies(layer, chosen_RE)
-    # Lists, since single numbers of arrays are ten times slower to access.
-    loads: list[int] = start.loads_R.tolist()
-    kept: list[int] = chosen_RE.sum(0).tolist()  # of each expert's rows, by its owner
-    own: list[list[int]] = [[] for _ in loads]
-    for expert, owner in enumerate(layer.owners):
-        own[owner].append(expert)
-    limit = math.ceil(bound * sum(loads) / max(1, len(loads)) - 1e-9)
-    while (most := max(loads, default=0)) > limit:
-        giver, taker = loads.index(most), loads.index(min(loads))
-        room = limit - loads[taker]
-        # Experts that suffice alone first, of them those of which the taker has most rows itself.
-        order = [(min(room, kept[expert]), chosen_RE[taker, expert], expert) for expert in own[giver]]
-        for _, _, expert in sorted(order, reverse=True):
-            rows = min(room, kept[expert])
-            room -= rows
-            kept[expert] -= rows
-            start.computed_RE[taker, expert] += rows
-        loads[giver] -= limit - room - loads[taker]
-        loads[taker] = limit - room
-    computed_RE = start.computed_RE
-    computed_RE[list(layer.owners), range(len(kept))] = kept
-    return Assignment(layer, chosen_RE, computed_RE)
+    return assign(layer, chosen_RE, balance_rows(chosen_RE, layer.owners_E, bound))
 
 
-def copy_candidates(layer: ExpertLayer, chosen_RE: IntArray) -> list[Assignment]:
-    """No copies, Algorithm 1's shadows, and balancing within each of `BOUNDS`."""
-    candidates = [without_copies(layer, chosen_RE), with_shadows(layer, chosen_RE, select_shadows(layer, chosen_RE))]
-    return candidates + [balance(layer, chosen_RE, bound) for bound in BOUNDS]
+def copy_candidates(layer: ExpertLayer, order: RowOrder, worst: Callable[[], float] = lambda: inf) -> Iterator[Assignment]:
+    """Balancing within each of `BOUNDS`, Algorithm 1's shadows, and no copies; all with rows in this order.
+
+    Those are left out that take longer than `worst()` to compute.
+    """
+    chosen_RE = order.chosen_RE
+    mean = chosen_RE.sum() / len(chosen_RE)
+    for bound in BOUNDS:
+        if COMPUTE_PASSES * bound * mean * layer.costs.compute_row <= worst():
+            yield Assignment(layer, order, balance_rows(chosen_RE, order.owners_E, bound))
+    for shadows in dict.fromkeys((tuple(select_shadows(layer, chosen_RE)), ())):  # once, if no shadow pays
+        each = Assignment(layer, order, _shadowed(layer, chosen_RE, shadows))
+        if each.compute_seconds <= worst():
+            yield each
 
 
-def choose_copies(layer: ExpertLayer, chosen_RE: IntArray, *, overlap: bool = False) -> Assignment:
-    """The fastest candidate by the complete model.
+def choose_copies(
+    layer: ExpertLayer, chosen_RE: IntArray, order: RowOrderName | None = None, *, overlap: bool = False
+) -> Assignment:
+    """The fastest candidate by the complete model; without `order`, in the better one.
 
     With `overlap`, by the bound of overlap, and of equal bounds the fastest without.
     """
-    candidates = copy_candidates(layer, chosen_RE)
-    return min(candidates, key=lambda each: (each.overlapped_seconds if overlap else each.seconds, each.seconds))
+    names = [order] if order is not None else [*ROW_ORDERS]
+    orders = [ROW_ORDERS[name](chosen_RE, layer.owners_E) for name in names]
+    return _fastest(layer, orders, overlap=overlap)
 
 
-def decide(plan: ExpertPlan, chosen_RE: IntArray) -> IntArray | None:
+def choose_order(layer: ExpertLayer, chosen_RE: IntArray, *, overlap: bool) -> RowOrderName:
+    """The order of rows in which the fastest copies take less time."""
+
+    def seconds(name: RowOrderName) -> float:
+        best = choose_copies(layer, chosen_RE, name, overlap=overlap)
+        return best.overlapped_seconds if overlap else best.seconds
+
+    return min(ROW_ORDERS, key=seconds)
+
+
+def _fastest(layer: ExpertLayer, orders: Sequence[RowOrder], *, overlap: bool) -> Assignment:
+    best, seconds = None, (inf, inf)
+    for order in orders:
+        for each in copy_candidates(layer, order, lambda: seconds[0]):
+            other = (each.overlapped_seconds if overlap else each.seconds, each.seconds)
+            if best is None or other < seconds:
+                best, seconds = each, other
+    assert best is not None
+    return best
+
+
+def decide(plan: ExpertPlan, order: RowOrder) -> IntArray | None:
     """How many rows of each expert every rank computes, by the plan's `copies`; None: no copies."""
-    if plan.copies == "none":
-        return None
-    num_ranks, num_experts = chosen_RE.shape
-    layer = ExpertLayer(tuple(owners_of(num_experts, num_ranks).tolist()), plan.costs or NO_COSTS)
-    if plan.copies == "even":
-        return balance(layer, chosen_RE).computed_RE
-    if plan.copies == "shadows":
-        return with_shadows(layer, chosen_RE, select_shadows(layer, chosen_RE)).computed_RE
-    return choose_copies(layer, chosen_RE, overlap=plan.groups > 1).computed_RE
+    layer = ExpertLayer(tuple(order.owners_E.tolist()), plan.costs or NO_COSTS)
+    match plan.copies:
+        case "none":
+            return None
+        case "even":
+            return balance_rows(order.chosen_RE, order.owners_E, 1.0)
+        case "shadows":
+            return _shadowed(layer, order.chosen_RE, select_shadows(layer, order.chosen_RE))
+        case "fastest":
+            return _fastest(layer, [order], overlap=plan.groups > 1).computed_RE

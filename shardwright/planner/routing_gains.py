@@ -218,7 +218,7 @@ def assign_placed(layer: ExpertLayer, chosen_NE: IntArray, placed: PlacedMixture
     for expert, ranks in enumerate(placed.ranks):
         computed_NE[list(ranks), expert] = split_evenly(totals_E[[expert]], len(ranks))[:, 0]
     owners = tuple(ranks[0] for ranks in placed.ranks)
-    return Assignment(ExpertLayer(owners, layer.costs), chosen_NE, computed_NE)
+    return experts.assign(ExpertLayer(owners, layer.costs), chosen_NE, computed_NE)
 
 
 def _slowest(prices: Sequence[PassPrices]) -> PassPrices:

@@ -13,10 +13,10 @@ from statistics import fmean
 
 import numpy as np
 
-from shardwright.planner.experts import NO_COSTS, Assignment, ExpertLayer, without_copies
+from shardwright.planner.experts import NO_COSTS, Assignment, ExpertLayer, assign, without_copies
 from shardwright.planner.routing_gains import split_evenly
 from shardwright.spec.axes import num_ranks
-from shardwright.spec.expert_rows import IntArray, RowRanges, owners_of
+from shardwright.spec.expert_rows import IntArray, owners_of
 from shardwright.spec.plan import ExpertPlan, Plan
 from shardwright.spec.routing import RoutedRows
 from shardwright.spec.workload import Mixture
@@ -50,8 +50,9 @@ class RoutedCall:
     def assignments(self) -> tuple[Assignment, ...]:
         """The rows that ranks had and computed, by group of ranks that share experts."""
         computed_RE = np.array(self.record.computed, np.int64)
+        order = self.split.order if self.split is not None else "ranks"
         return tuple(
-            Assignment(self._layer(len(ranks)), self.rows_RE[list(ranks)], computed_RE[list(ranks)])
+            assign(self._layer(len(ranks)), self.rows_RE[list(ranks)], computed_RE[list(ranks)], order)
             for ranks in self.groups
         )
 
@@ -134,12 +135,11 @@ def bytes_between(call: RoutedCall, mixture: Mixture) -> Iterator[tuple[Ranks, I
     row_bytes = mixture.row_bytes + mixture.result_bytes
     expert_bytes = mixture.experts.parameter_bytes // mixture.num_experts
     for ranks, assignment in zip(call.groups, call.assignments, strict=True):
-        ranges = RowRanges(assignment.chosen_RE, assignment.computed_RE, np.array(assignment.layer.owners))
-        sent_RR = np.stack([ranges.sent_by(rank).sum(1) for rank in range(len(ranks))])
+        sent_RR = assignment.ranges.rows_between()
         rows_RR = (sent_RR + sent_RR.T) * row_bytes
         np.fill_diagonal(rows_RR, 0)
         copies_RR = np.zeros_like(rows_RR)
-        for _, owner, chain in ranges.chains():
+        for _, owner, chain in assignment.ranges.chains():
             for sender, receiver in (*pairwise((owner, *chain)), *pairwise((*chain, owner))):
                 copies_RR[sender, receiver] += expert_bytes
         yield ranks, rows_RR, copies_RR

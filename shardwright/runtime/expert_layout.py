@@ -13,6 +13,7 @@ from shardwright.experts.exchange import ParallelExperts
 from shardwright.experts.parameters import OwnedExperts
 from shardwright.layers.moe import MoE
 from shardwright.planner.experts import decide
+from shardwright.spec.expert_rows import ROW_ORDERS
 from shardwright.spec.lanes import COPIES, DENSE, EXPERTS
 from shardwright.spec.plan import ExpertPlan, Plan
 
@@ -53,6 +54,7 @@ class ExpertLayout:
             owned = OwnedExperts(experts.module, moe, owners, everyone, is_writer=replicas.index == 0)
             self.groups.update((id(parameter), (owners, replicas)) for parameter in owned.shards)
             exchange = ParallelExperts(experts.module, owners, experts.groups)
+            exchange.order_rows = ROW_ORDERS[experts.order]
             if experts.copies != "none":
                 exchange.decide, exchange.copies = partial(decide, experts), mesh.group(experts.axes, COPIES)
             self.exchanges.append(exchange)

@@ -1,21 +1,27 @@
 """Which rows of experts ranks have and compute: the order that planner and runtime share.
 
-The rows of an expert have one order, whoever computes them: by the rank that has them, from the rank after the owner
-on, cyclically, so that the owner's are last; then as on that rank. Ranks that compute rows of an expert, its owner and
-those with a copy, take consecutive ranges of this order, in the same order of ranks. A sum over these rows, as a
-weight's gradient is, can thus be continued from rank to rank, and ends at the owner.
+The rows of an expert have one order, whoever computes them. Ranks that compute rows of an expert, its owner and those
+with a copy, take consecutive ranges of it, the owner the last. A sum over these rows, as a weight's gradient is, can
+thus be continued from rank to rank, ends at the owner, and does not depend on the copies.
 
-Shape legend: R ranks; E experts; G groups of as many consecutive ranks, S ranks of a group.
+Shape legend: R ranks; E experts; P segments: consecutive rows of an expert that one rank has; G groups of as many
+consecutive ranks; X experts that are copied, T ranks that have a copy.
 """
 
-from collections.abc import Iterator
-from functools import cached_property
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.spec.plan import RowOrderName
+
 IntArray = NDArray[np.int64]
+ORDER_BOUND = 1.05  # of a rank's rows over the mean, with the copies that `balanced_order` is made for
 
 
 def split_experts(num_experts: int, num_ranks: int) -> list[tuple[int, int]]:
@@ -30,71 +36,201 @@ def owners_of(num_experts: int, num_ranks: int) -> IntArray:
     return np.repeat(np.arange(num_ranks), sizes)
 
 
-class RowRanges:
-    """The ranges of each expert's rows that every rank has and computes, from `before` and `start` on.
+@dataclass(frozen=True, slots=True, eq=False)
+class RowOrder:
+    """The order of each expert's rows, as segments by expert and in order.
 
-    `chosen_RE`: rows by the rank that has them; `computed_RE`: by the rank that computes them, None: the owner.
-    `order_RE`: the position of each rank in the order of an expert's rows.
+    `source_P`: the rank that has a segment; `start_P`, `end_P`: its range of the expert's rows; `begin_P`: its first
+    row among those of the expert that the rank has. `place_RE`: of each rank, among those that may compute an expert's
+    rows: 0 takes the first range.
     """
 
-    def __init__(self, chosen_RE: IntArray, computed_RE: IntArray | None, owners_E: IntArray) -> None:
-        ranks_R1 = np.arange(len(chosen_RE))[:, None]
-        self.owners_E = owners_E
-        self.order_RE = (ranks_R1 - owners_E - 1) % max(1, len(chosen_RE))
+    chosen_RE: IntArray
+    owners_E: IntArray
+    place_RE: IntArray
+    expert_P: IntArray
+    source_P: IntArray
+    start_P: IntArray
+    end_P: IntArray
+    begin_P: IntArray
+
+
+def rank_order(chosen_RE: IntArray, owners_E: IntArray) -> RowOrder:
+    """By the rank that has a row, from the rank after the owner on, cyclically; then as on that rank."""
+    num_ranks, num_experts = chosen_RE.shape
+    numbers_R1 = np.arange(num_ranks)[:, None]
+    ranks_RE = (numbers_R1 + owners_E + 1) % num_ranks  # by place
+    sizes_RE = np.take_along_axis(chosen_RE, ranks_RE, 0)
+    ends_RE = sizes_RE.cumsum(0)
+    experts_RE = np.broadcast_to(np.arange(num_experts), ranks_RE.shape)
+    segments = (experts_RE, ranks_RE, ends_RE - sizes_RE, ends_RE, np.zeros_like(ends_RE))
+    exists_ER = sizes_RE.T > 0
+    place_RE = (numbers_R1 - owners_E - 1) % num_ranks
+    return RowOrder(chosen_RE, owners_E, place_RE, *(each.T[exists_ER] for each in segments))
+
+
+def balanced_order(chosen_RE: IntArray, owners_E: IntArray) -> RowOrder:
+    """The order in which copies find most of their own rows in their range, if they balance ranks (`balance_rows`)
+    within ORDER_BOUND. It is the same without copies, or with others.
+
+    Ranks with a copy come first, in `rank_order`: of each as many of its own rows as it computes; then, if it computes
+    more, of the other ranks' rows that are left. At the end are all rows that are left, in `rank_order`.
+    """
+    order, num_ranks = rank_order(chosen_RE, owners_E), len(chosen_RE)
+    copied_RE = balance_rows(chosen_RE, owners_E, ORDER_BOUND)
+    copied_RE[owners_E, np.arange(len(owners_E))] = 0
+    experts_X = np.flatnonzero(copied_RE.any(0))
+    if not len(experts_X):
+        return order
+    ranks_RX = np.argsort(order.place_RE[:, experts_X], 0)
+    has_RX, computes_RX = chosen_RE[ranks_RX, experts_X], copied_RE[ranks_RX, experts_X]
+    own_RX = np.minimum(has_RX, computes_RX)
+    left_RX = has_RX - own_RX
+    until_RX = left_RX.cumsum(0)  # among all rows left
+    # Ranks with a copy first; those beyond the last of an expert compute nothing.
+    first_RX = np.argsort(computes_RX == 0, 0, kind="stable")
+    take_TX = first_RX[: int((computes_RX > 0).sum(0).max())]
+    computes_TX, own_TX = (np.take_along_axis(each, take_TX, 0) for each in (computes_RX, own_RX))
+    end_TX, taken_TX = computes_TX.cumsum(0), (computes_TX - own_TX).cumsum(0)
+    start_TX = end_TX - computes_TX
+    from_TX = taken_TX - (computes_TX - own_TX)
+    # The rows left, in one part after the own rows of each copy, and one at the end: (T + 1, R, X).
+    starts = np.concatenate((from_TX, taken_TX[-1:]))[:, None]
+    ends = np.concatenate((taken_TX, until_RX[-1:]))[:, None]
+    shifts = np.concatenate((start_TX + own_TX - from_TX, end_TX[-1:] - taken_TX[-1:]))[:, None]
+    starts, ends = np.maximum(starts, until_RX - left_RX), np.minimum(ends, until_RX)
+    own = (experts_X, np.take_along_axis(ranks_RX, take_TX, 0), start_TX, start_TX + own_TX, 0)
+    left = (experts_X, ranks_RX, starts + shifts, ends + shifts, own_RX + starts - (until_RX - left_RX))
+    others = ~np.isin(order.expert_P, experts_X)
+    unchanged = (order.expert_P, order.source_P, order.start_P, order.end_P, order.begin_P)
+    parts = [[each[others] for each in unchanged]]
+    for segments in (own, left):
+        arrays = np.broadcast_arrays(*segments)
+        parts.append([each[arrays[3] > arrays[2]] for each in arrays])
+    columns = [np.concatenate(each) for each in zip(*parts, strict=True)]
+    by_expert = np.lexsort((columns[2], columns[0]))
+    place_RE = order.place_RE.copy()
+    place_RE[np.take_along_axis(ranks_RX, first_RX, 0), experts_X] = np.arange(num_ranks)[:, None]
+    return RowOrder(chosen_RE, owners_E, place_RE, *(each[by_expert] for each in columns))
+
+
+def balance_rows(chosen_RE: IntArray, owners_E: IntArray, bound: float) -> IntArray:
+    """(R, E) Rows that each rank computes if copies are made so that no rank computes more than `bound` times the mean,
+    rounded up.
+
+    The most loaded rank gives rows to the least loaded one, up to the limit, until no rank is above it: the alias
+    method of Walker and Vose. Each rank is filled once, by one other, so that it gets at most as many copies as a rank
+    has experts. A rank that gave too many is filled itself later.
+    """
+    num_ranks, experts_E = len(chosen_RE), np.arange(len(owners_E))
+    kept_E, computed_RE = chosen_RE.sum(0), np.zeros_like(chosen_RE)
+    loads_R = np.bincount(owners_E, kept_E, num_ranks).astype(np.int64)
+    limit = math.ceil(bound * int(loads_R.sum()) / max(1, num_ranks) - 1e-9)
+    # Lists, since single numbers of arrays are ten times slower to access.
+    givers = [(-load, rank) for rank, load in enumerate(loads_R.tolist()) if load > limit]
+    takers = [(load, rank) for rank, load in enumerate(loads_R.tolist()) if load < limit]
+    heapify(givers)
+    heapify(takers)
+    kept: list[int] = kept_E.tolist()  # of each expert's rows, by its owner
+    own: list[list[int]] = [[] for _ in range(num_ranks)]
+    for expert, owner in enumerate(owners_E.tolist()):
+        own[owner].append(expert)
+    while givers:
+        (most, giver), (least, taker) = heappop(givers), heappop(takers)
+        room = limit - least
+        experts = own[giver]
+        if len(experts) > 1:  # those that suffice alone first, of them those of which the taker has most rows itself
+            has = chosen_RE[taker, experts].tolist()
+            order = sorted(((min(room, kept[e]), num, e) for num, e in zip(has, experts, strict=True)), reverse=True)
+            experts = [expert for _, _, expert in order]
+        for expert in experts:
+            rows = min(room, kept[expert])
+            room -= rows
+            kept[expert] -= rows
+            computed_RE[taker, expert] += rows
+        left = least - most - limit
+        if left > limit:
+            heappush(givers, (-left, giver))
+        elif left < limit:
+            heappush(takers, (left, giver))
+    computed_RE[owners_E, experts_E] = kept
+    return computed_RE
+
+
+ROW_ORDERS: Mapping[RowOrderName, Callable[[IntArray, IntArray], RowOrder]] = MappingProxyType(
+    {"ranks": rank_order, "balanced": balanced_order}
+)
+
+
+class RowRanges:
+    """The ranges of each expert's rows that every rank computes, from `start_RE` to `end_RE`.
+
+    `computed_RE`: rows by the rank that computes them; None: the owner.
+    """
+
+    def __init__(self, order: RowOrder, computed_RE: IntArray | None) -> None:
+        self.order = order
         if computed_RE is None:
-            computed_RE = np.where(ranks_R1 == owners_E, chosen_RE.sum(0), 0)
-        self.before_RE, self.until_RE = self._ranges(chosen_RE)
-        self.start_RE, self.end_RE = self._ranges(computed_RE)
+            computed_RE = np.zeros_like(order.chosen_RE)
+            computed_RE[order.owners_E, np.arange(len(order.owners_E))] = order.chosen_RE.sum(0)
+        self.start_RE = np.zeros_like(computed_RE)
+        copied_X = np.flatnonzero((computed_RE > 0).sum(0) > 1)
+        if len(copied_X):
+            place_RX, by_place_RX = order.place_RE[:, copied_X], np.zeros((len(computed_RE), len(copied_X)), np.int64)
+            np.put_along_axis(by_place_RX, place_RX, computed_RE[:, copied_X], 0)
+            ends_RX = np.take_along_axis(by_place_RX.cumsum(0), place_RX, 0)
+            self.start_RE[:, copied_X] = ends_RX - computed_RE[:, copied_X]
+        self.end_RE = self.start_RE + computed_RE
 
-    def sent_by(self, rank: int) -> IntArray:
-        """(R, E) Rows of this rank that each rank computes."""
-        return _overlap(self.start_RE, self.end_RE, self.before_RE[rank], self.until_RE[rank])
+    def computed_by(self, rank: int) -> tuple[IntArray, IntArray]:
+        """(P,) The first row of each segment that a rank computes, and how many."""
+        order = self.order
+        start_P, end_P = self.start_RE[rank, order.expert_P], self.end_RE[rank, order.expert_P]
+        start_P = np.maximum(start_P, order.start_P)
+        return start_P, np.maximum(np.minimum(end_P, order.end_P) - start_P, 0)
 
-    def sent_to(self, rank: int) -> IntArray:
-        """(R, E) Rows of each rank that this rank computes."""
-        return _overlap(self.before_RE, self.until_RE, self.start_RE[rank], self.end_RE[rank])
+    def sent_by(self, rank: int) -> tuple[IntArray, IntArray, IntArray]:
+        """The segments of a rank, (R, P) the first of their rows that each rank computes, and how many."""
+        order = self.order
+        segments = np.flatnonzero(order.source_P == rank)
+        experts_P = order.expert_P[segments]
+        start_RP = np.maximum(self.start_RE[:, experts_P], order.start_P[segments])
+        size_RP = np.minimum(self.end_RE[:, experts_P], order.end_P[segments]) - start_RP
+        return segments, start_RP, np.maximum(size_RP, 0)
 
-    @cached_property
-    def local_RE(self) -> IntArray:
-        """Rows that each rank computes of its own."""
-        return _overlap(self.before_RE, self.until_RE, self.start_RE, self.end_RE)
+    def local_rows(self, size: int = 1) -> IntArray:
+        """(G,) Rows that the ranks of each group have and compute, in groups of `size` ranks."""
+        order, num_groups = self.order, len(self.order.chosen_RE) // size
+        computes_GE = (self.end_RE > self.start_RE).reshape(num_groups, size, -1).any(1)
+        groups_P = order.source_P // size
+        near = np.flatnonzero(computes_GE[groups_P, order.expert_P])  # few: most experts are on one rank
+        groups_P, experts_P, starts_P, ends_P = (
+            each[near] for each in (groups_P, order.expert_P, order.start_P, order.end_P)
+        )
+        local_P = np.zeros_like(starts_P)
+        for member in range(size):
+            ranks_P = groups_P * size + member
+            start_P = np.maximum(self.start_RE[ranks_P, experts_P], starts_P)
+            local_P += np.maximum(np.minimum(self.end_RE[ranks_P, experts_P], ends_P) - start_P, 0)
+        return np.bincount(groups_P, local_P, num_groups).astype(np.int64)
 
-    def local_rows(self, size: int) -> IntArray:
-        """(G, E) Rows that the ranks of each group have and compute, in groups of `size` ranks."""
-        if size == 1:
-            return self.local_RE
-        ranks_R = np.arange(len(self.order_RE))
-        # In the order of an expert's rows, its owner's group is in two parts: ranks after the owner, and up to it.
-        in_owners_group_RE = ranks_R[:, None] // size == self.owners_E // size
-        is_last_RE = in_owners_group_RE & (ranks_R[:, None] <= self.owners_E)
-        has = [_bounds(self.before_RE, self.until_RE, part_RE, size) for part_RE in (is_last_RE, ~is_last_RE)]
-        computes = [_bounds(self.start_RE, self.end_RE, part_RE, size) for part_RE in (is_last_RE, ~is_last_RE)]
-        parts = [_overlap(*mine, *others) for mine in has for others in computes]
-        return np.sum(parts, axis=0)
+    def rows_between(self, *, is_copy: bool | None = None) -> IntArray:
+        """(R, R) Rows that a rank has and another computes; `is_copy`: only with copies, or only by owners."""
+        order, num_ranks = self.order, len(self.order.chosen_RE)
+        rows_RR = np.zeros((num_ranks, num_ranks), np.int64)
+        for rank in range(num_ranks):
+            _, size_P = self.computed_by(rank)
+            if is_copy is not None:
+                size_P = size_P * ((order.owners_E[order.expert_P] != rank) == is_copy)
+            rows_RR[:, rank] = np.bincount(order.source_P, size_P, num_ranks)
+        return rows_RR
 
     def chains(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         """The copied experts, each with its owner and the ranks that have a copy, in the order of its rows."""
+        order = self.order
         is_copy_RE = self.end_RE > self.start_RE
-        is_copy_RE[self.owners_E, np.arange(len(self.owners_E))] = False
+        is_copy_RE[order.owners_E, np.arange(len(order.owners_E))] = False
         for expert in np.flatnonzero(is_copy_RE.any(0)).tolist():
             ranks = np.flatnonzero(is_copy_RE[:, expert])
-            in_order = ranks[np.argsort(self.order_RE[ranks, expert])]
-            yield expert, int(self.owners_E[expert]), tuple(in_order.tolist())
-
-    def _ranges(self, rows_RE: IntArray) -> tuple[IntArray, IntArray]:
-        by_order_RE = np.empty_like(rows_RE)
-        np.put_along_axis(by_order_RE, self.order_RE, rows_RE, 0)
-        ends_RE = np.take_along_axis(by_order_RE.cumsum(0), self.order_RE, 0)
-        return ends_RE - rows_RE, ends_RE
-
-
-def _overlap(starts: IntArray, ends: IntArray, other_starts: IntArray, other_ends: IntArray) -> IntArray:
-    return np.maximum(np.minimum(ends, other_ends) - np.maximum(starts, other_starts), 0)
-
-
-def _bounds(starts_RE: IntArray, ends_RE: IntArray, part_RE: NDArray[np.bool_], size: int) -> tuple[IntArray, IntArray]:
-    """(G, E) The first start and the last end of the ranks of each group in a part of the order; an empty range if the
-    group has none there."""
-    starts_GSE = np.where(part_RE, starts_RE, np.iinfo(np.int64).max).reshape(-1, size, starts_RE.shape[1])
-    ends_GSE = np.where(part_RE, ends_RE, 0).reshape(-1, size, ends_RE.shape[1])
-    return starts_GSE.min(1), ends_GSE.max(1)
+            in_order = ranks[np.argsort(order.place_RE[ranks, expert])]
+            yield expert, int(order.owners_E[expert]), tuple(in_order.tolist())

@@ -19,6 +19,7 @@ ExchangeMode = Literal["vectors", "rows"]
 RecomputePolicy = Literal["nothing", "products"]
 CopyPolicy = Literal["none", "shadows", "even", "fastest"]
 COPY_POLICIES: tuple[CopyPolicy, ...] = get_args(CopyPolicy)
+RowOrderName = Literal["ranks", "balanced"]
 # Operators whose outputs a recomputed block saves under RecomputePolicy "products".
 SAVED_PRODUCT_OPS = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution", "grouped_linear"))
 
@@ -201,6 +202,9 @@ class ExpertPlan:
     `copies`: which experts are copied to other ranks for a call, once its routing is known. "shadows": those that
     FasterMoE's Algorithm 1 selects, to all ranks; "even": as many as it takes that no rank computes more rows than the
     mean, rounded up; "fastest": what takes least time by `costs`, none included.
+
+    `order`: of each expert's rows, see spec/expert_rows.py; results with and without copies are equal to the bit if it
+    is the same.
     """
 
     module: str
@@ -208,6 +212,7 @@ class ExpertPlan:
     groups: int = 1
     copies: CopyPolicy = "none"
     costs: ExpertCosts | None = None
+    order: RowOrderName = "ranks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

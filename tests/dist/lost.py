@@ -41,7 +41,7 @@ if mode == "experts":
     OwnedExperts("moe", layer, group)
     layer.exchange = exchange = ParallelExperts("moe", group, 3)
     exchange.copies = mesh.group(lane="copies")
-    exchange.decide = lambda chosen_RE: chosen_RE  # every rank computes its own rows, with copies of all experts
+    exchange.decide = lambda order: order.chosen_RE  # every rank computes its own rows, with copies of all experts
     work()
 mesh.heartbeat.stage, mesh.heartbeat.step = "sum gradients", 3
 print("ready", flush=True)

@@ -28,6 +28,7 @@ from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
 from shardwright.runtime.planning import plan_single_process
 from shardwright.spec import presets
+from shardwright.spec.expert_rows import RowOrder
 from shardwright.spec.lanes import EXPERT_LANES
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.plan import ExpertPlan, Plan
@@ -44,13 +45,16 @@ def make_model(num_experts: int = 4, form: str = "llama", dtype: torch.dtype = t
     return GPT(**shape, form=replace(LLAMA if form == "llama" else GPT2, experts=experts)).to(dtype)
 
 
-def with_experts(plan: Plan, axes: tuple[str, ...], groups: int = 1, copies: str = "none") -> Plan:
-    experts = tuple(ExpertPlan(f"blocks.{block}.mlp", axes, groups, copies) for block in range(4))
+def with_experts(
+    plan: Plan, axes: tuple[str, ...], groups: int = 1, copies: str = "none", order: str = "balanced"
+) -> Plan:
+    experts = tuple(ExpertPlan(f"blocks.{block}.mlp", axes, groups, copies, order=order) for block in range(4))
     return replace(plan, experts=experts, lanes=(*plan.lanes, *EXPERT_LANES))
 
 
-def draw_copies(chosen_RE: np.ndarray) -> np.ndarray:
+def draw_copies(order: RowOrder) -> np.ndarray:
     """Every row is computed by a drawn rank; the same draw on all ranks."""
+    chosen_RE = order.chosen_RE
     draw = np.random.default_rng(int((chosen_RE * np.arange(1, chosen_RE.size + 1).reshape(chosen_RE.shape)).sum()))
     num_ranks = len(chosen_RE)
     return np.stack([draw.multinomial(total, [1 / num_ranks] * num_ranks) for total in chosen_RE.sum(0)], 1)
@@ -129,17 +133,17 @@ def single_plan_of(model: dict) -> Plan:
     return replace(plan, dense=replace(plan.dense, dtype="float64", state="float64"))
 
 
-@pytest.mark.parametrize("form", ["llama", "gpt2"])
-def test_groups_and_copies_are_exact_to_the_bit(ranks, form):
+@pytest.mark.parametrize(("form", "order"), [("llama", "balanced"), ("gpt2", "ranks")])
+def test_groups_and_copies_are_exact_to_the_bit(ranks, form, order):
     """In float32, over 20 steps, logits, weights and optimizer state."""
     model = {"form": form, "dtype": torch.float32, "num_experts": 6}
     base = PLANS["DDP"][0]
     base = replace(
         base, dense=replace(base.dense, dtype="float32", state="float32"), wire=replace(base.wire, dense="float32")
     )
-    plain = ranks.run(4, train, with_experts(base, BOTH), 1, model)
+    plain = ranks.run(4, train, with_experts(base, BOTH, order=order), 1, model)
     for groups, copies, decide in ((2, "none", None), (4, "none", None), (1, "even", None), (2, "even", draw_copies)):
-        answers = ranks.run(4, train, with_experts(base, BOTH, groups, copies), 1, model, decide)
+        answers = ranks.run(4, train, with_experts(base, BOTH, groups, copies, order), 1, model, decide)
         for mine, other in zip(answers, plain, strict=True):
             assert all(
                 torch.equal(*pair) for step in zip(mine[0], other[0], strict=True) for pair in zip(*step, strict=True)

@@ -1,6 +1,7 @@
 """Copies of experts: Algorithm 1 of FasterMoE by hand, balancing by hypothesis, and the complete model."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from shardwright.errors import UserError
 from shardwright.planner.experts import (
+    Assignment,
     ExpertLayer,
     balance,
     choose_copies,
@@ -95,7 +97,8 @@ def test_the_choice_is_never_slower_than_no_copies(case):
     layer, chosen = case
     best = choose_copies(layer, chosen)
     assert best.seconds <= without_copies(layer, chosen).seconds
-    assert best.seconds <= with_shadows(layer, chosen, select_shadows(layer, chosen)).seconds
+    shadows = with_shadows(layer, chosen, select_shadows(layer, chosen))
+    assert best.seconds <= shadows.seconds
     overlapped = choose_copies(layer, chosen, overlap=True)
     assert overlapped.overlapped_seconds <= min(best.overlapped_seconds, overlapped.seconds)
 
@@ -103,41 +106,39 @@ def test_the_choice_is_never_slower_than_no_copies(case):
 @settings(max_examples=100)
 @given(cases())
 def test_rows_and_experts_that_travel(case):
-    """Compared with loops over rows: those of an expert are in the order of the ranks after its owner."""
+    """Compared with loops over rows in their order."""
     layer, chosen = case
     for assignment in (without_copies(layer, chosen), balance(layer, chosen), choose_copies(layer, chosen)):
         num_ranks, experts = chosen.shape
-        rows = [
-            pair
-            for expert in range(experts)
-            for pair in zip(
-                *(in_order(counts[:, expert], layer.owners[expert]) for counts in (chosen, assignment.computed_RE)),
-                strict=True,
-            )
-        ]
+        rows = [pair for expert in range(experts) for pair in rows_that_travel(assignment, expert)]
         hops = []
         for expert, ranks in assignment.chains().items():
             assert len({layer.owners[expert], *ranks}) == len(ranks) + 1
             hops += zip([layer.owners[expert], *ranks[:-1]], ranks, strict=True)
         for size in (size for size in range(1, num_ranks + 1) if num_ranks % size == 0):
-            assert assignment.moved_rows(size) == busiest_link(rows, size)
-            assert assignment.moved_experts(size) == busiest_link(hops, size)
+            for moved, messages in ((assignment.rows_by_link(size), rows), (assignment.experts_by_link(size), hops)):
+                assert [each.tolist() for each in moved] == by_link(messages, size, num_ranks // size)
+        busiest = max(max(link) for link in by_link(rows, 1, num_ranks))
+        assert assignment.exchange_seconds == pytest.approx(4 * busiest * layer.costs.send_row)
 
 
-def in_order(counts: np.ndarray, owner: int) -> list[int]:
-    """The rank of each row, in the order of the ranks after the owner."""
-    ranks = [(owner + 1 + step) % len(counts) for step in range(len(counts))]
-    return [rank for rank in ranks for _ in range(counts[rank])]
+def rows_that_travel(assignment: Assignment, expert: int) -> Iterator[tuple[int, int]]:
+    """The rank that has a row, and the rank that computes it."""
+    order = assignment.order
+    segments = np.flatnonzero(order.expert_P == expert)
+    sources = [int(order.source_P[s]) for s in segments for _ in range(order.start_P[s], order.end_P[s])]
+    ranks = np.argsort(order.place_RE[:, expert]).tolist()
+    yield from zip(sources, [rank for rank in ranks for _ in range(assignment.computed_RE[rank, expert])], strict=True)
 
 
-def busiest_link(messages: list[tuple[int, int]], size: int) -> int:
-    """The most messages into or out of a group of consecutive ranks."""
-    links: Counter[tuple[str, int]] = Counter()
-    for source, target in messages:
-        if source // size != target // size:
-            links["out", source // size] += 1
-            links["in", target // size] += 1
-    return max(links.values(), default=0)
+def by_link(messages: list[tuple[int, int]], size: int, num_groups: int) -> list[list[int]]:
+    """How many messages leave each group of consecutive ranks, and how many arrive."""
+    sent, received = [0] * num_groups, [0] * num_groups
+    for source, target in ((source // size, target // size) for source, target in messages):
+        if source != target:
+            sent[source] += 1
+            received[target] += 1
+    return [sent, received]
 
 
 def test_a_shared_card_makes_copies_on_its_own_host_cheaper():
@@ -145,8 +146,10 @@ def test_a_shared_card_makes_copies_on_its_own_host_cheaper():
     costs = ExpertCosts(0.0, 1.0, 10.0, (SharedLink(2, 2.0, 20.0),))
     chosen = np.array([[6, 0, 0, 0], [6, 0, 0, 0], [0, 0, 6, 0], [0, 0, 6, 0]])
     near = without_copies(ExpertLayer((0, 1, 2, 3), costs), chosen)
-    assert near.exchange_seconds == 4 * 6.0 and near.moved_rows(2) == 0
+    assert near.exchange_seconds == 4 * 6.0 and not np.any(near.rows_by_link(2))
     far = without_copies(ExpertLayer((2, 1, 0, 3), costs), chosen)
-    assert far.moved_rows() == 12 and far.moved_rows(2) == 12 and far.exchange_seconds == 4 * 12 * 2.0
+    assert np.max(far.rows_by_link()) == 12 and np.max(far.rows_by_link(2)) == 12
+    assert far.exchange_seconds == 4 * 12 * 2.0
     inside = with_shadows(ExpertLayer((0, 1, 2, 3), costs), chosen, [0])
-    assert (inside.moved_experts(), inside.moved_experts(2)) == (1, 0) and inside.copy_seconds == 2 * 10.0
+    assert np.max(inside.experts_by_link()) == 1 and not np.any(inside.experts_by_link(2))
+    assert inside.copy_seconds == 2 * 10.0

@@ -2,7 +2,8 @@
 
 Forward and backward of a mixture have the same stages, in as many steps as the plan has groups: `send` rows (or their
 gradients) to the ranks of their experts, `experts` on those received, `return` the results. `copy` moves the weights of
-copied experts. In backward, `weights`, the gradients of weights, follow, and `copy` moves those of copies.
+copied experts. In backward, `copy` moves the gradients of copies, whose rows are the first, and `weights`, the gradients
+of weights, are computed last.
 """
 
 from collections.abc import Iterator, Sequence
@@ -75,14 +76,12 @@ def call_seconds(part: SplitExperts) -> tuple[float, float]:
     """Seconds of the stages of a call, forward and backward: on a rank's link one message after the other, and its
     computation of a step's rows as soon as they are there."""
     compute, message = part.step_seconds
-    seconds: list[float] = []
-    for copied in (part.copy_seconds, 0.0):  # copied weights follow the rows
-        link, computed = part.plan.groups * message + copied, 0.0
-        for step in range(part.plan.groups):
-            computed = max(computed, (step + 1) * message) + compute
-            link = max(link, computed) + message
-        seconds.append(max(link, computed))
-    return seconds[0], max(seconds[1], computed + part.compute_seconds) + part.copy_seconds
+    link, computed = part.plan.groups * message + part.copy_seconds, 0.0  # weights, or their gradients, follow the rows
+    for step in range(part.plan.groups):
+        computed = max(computed, (step + 1) * message) + compute
+        link = max(link, computed) + message
+    forward = max(link, computed)
+    return forward, max(forward, computed + part.compute_seconds)
 
 
 def added_seconds(problem: Problem, blocks: Sequence[Block], direction: str) -> float:
@@ -111,10 +110,10 @@ def exchange_stages(
             written = outputs if is_last and index + 1 == len(parts) else (back,)
             yield Stage(f"return {name}", EXPERTS, (computed,), written)
             source = back
+            if backward and step == 0 and part.copy_seconds:
+                yield Stage(f"copy {name}", COPIES, (computed,), (f"{prefix}{name}.copied",))
         if backward:
             yield Stage(f"weights {name}", MAIN, (slots[1][-1],), (f"{prefix}{name}.weights",))
-            if part.copy_seconds:
-                yield Stage(f"copy {name}", COPIES, (f"{prefix}{name}.weights",), (f"{prefix}{name}.copied",))
 
 
 def without_experts(problem: Problem, block: Block, forward: Task, backward: Task) -> tuple[Task, Task]:
