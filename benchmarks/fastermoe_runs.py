@@ -87,7 +87,7 @@ class Layer:
 
     def our_seconds(self, num_groups: int) -> dict[str, float]:
         """Our schedule with copies chosen by all links, and by the planner's costs, as a running job chooses them."""
-        planned = choose_copies(self.setting.planned_layer, self.chosen_RE, overlap=True)
+        planned = choose_copies(self.setting.planned_layer, self.chosen_RE, in_steps=True)
         return {
             "ours": Schedule(self.ours, num_groups).our_seconds,
             "ours, in a job": Schedule(Traffic(self.setting, planned), num_groups).our_seconds,

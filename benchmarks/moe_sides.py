@@ -147,7 +147,7 @@ def predict(side: str, workload: str, number: int, num_ranks: int, costs: Expert
     if execution == "messages":
         return {"predicted": assignment.exchange_seconds}
     return {
-        "predicted": assignment.seconds,
+        "predicted": assignment.stepped_seconds if SIDES[side].in_steps else assignment.seconds,
         "bound": assignment.overlapped_seconds,
         "copies": len(assignment.copies[0]),
         "most_rows_over_mean": float(assignment.loads_R.max() / ROWS),

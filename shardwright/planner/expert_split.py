@@ -120,7 +120,7 @@ def _split_mixture(problem: Problem, mixture: Mixture, groups: AxisGroups, reque
 def _order(layer: ExpertLayer, skewed_RE: IntArray, num_steps: int, copies: CopyPolicy) -> RowOrderName:
     """Shadows are on all ranks, each for its own rows. All others have the same order, so that results with and without
     copies are equal to the bit."""
-    return "ranks" if copies == "shadows" else choose_order(layer, skewed_RE, overlap=num_steps > 1)
+    return "ranks" if copies == "shadows" else choose_order(layer, skewed_RE, in_steps=num_steps > 1)
 
 
 def split_as(problem: Problem, plan: ExpertPlan) -> SplitExperts:

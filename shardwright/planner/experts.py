@@ -12,6 +12,7 @@ from functools import cached_property
 from math import inf
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwright.errors import UserError
 from shardwright.spec.expert_rows import (
@@ -25,6 +26,7 @@ from shardwright.spec.expert_rows import (
 )
 from shardwright.spec.plan import ExpertCosts, ExpertPlan, RowOrderName, SharedLink
 
+FloatArray = NDArray[np.float64]
 COMPUTE_PASSES = 3  # forward, gradients of inputs, gradients of weights
 EXCHANGES = 4  # of rows: there and back, forward and backward
 TRANSFERS = 2  # of an expert: its weights, their gradients
@@ -32,14 +34,14 @@ NO_COSTS = ExpertCosts(0.0, 0.0, 0.0)
 BOUNDS = (1.0, ORDER_BOUND, 1.2, 1.5)  # of a rank's rows over the mean, that copies are tried for
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExpertLayer:
     """A mixture of experts. `owners`: the rank of each expert; `costs`: equal on all ranks."""
 
     owners: tuple[int, ...]
     costs: ExpertCosts
 
-    @property
+    @cached_property
     def owners_E(self) -> IntArray:
         return np.array(self.owners)
 
@@ -64,7 +66,7 @@ class Assignment:
     @cached_property
     def copies(self) -> tuple[IntArray, IntArray]:
         """Pairs of a rank and an expert that it computes rows of and does not own: the ranks, and the experts."""
-        is_copied_RE = self.computed_RE > 0
+        is_copied_RE = self.ranges.computes_RE.copy()
         is_copied_RE[self.order.owners_E, np.arange(len(self.order.owners_E))] = False
         ranks, experts = np.nonzero(is_copied_RE)
         return ranks, experts
@@ -124,22 +126,65 @@ class Assignment:
         return max(0, longest - 1) * self.layer.costs.hand_on
 
     @cached_property
+    def _computing(self) -> tuple[FloatArray, FloatArray]:
+        """(R,) Seconds of a pass over all rows of a rank, and over those of its copies."""
+        ranks, experts = self.copies
+        copied_R = np.bincount(ranks, self.computed_RE[ranks, experts], len(self.loads_R))
+        return self.loads_R * self.layer.costs.compute_row, copied_R * self.layer.costs.compute_row
+
+    @cached_property
     def seconds(self) -> float:
-        """The complete model: unlike Equation 8 with the rows that are still exchanged."""
-        return self.compute_seconds + self.exchange_seconds + self.copy_seconds
+        """The complete model of a call in one step: Equation 8 with the rows that are still exchanged.
+
+        Forward: an exchange; computation, while weights of copies arrive; an exchange. Backward: an exchange, gradients
+        of inputs, and those of weights while results return.
+        """
+        (load_R, copied_R), exchange = self._computing, self.exchange_seconds / EXCHANGES
+        arriving = [_by_rank(link, experts[1] * link.send_expert) for link, _, experts in self._traffic]
+        arriving_R = _most_by_rank(arriving)
+        forward = float((np.maximum(load_R - copied_R, arriving_R) + copied_R).max())
+        backward = float((load_R + np.maximum(load_R, exchange)).max())
+        return 3 * exchange + forward + backward + self._chain_seconds
+
+    @cached_property
+    def stepped_seconds(self) -> float:
+        """The complete model of a call in steps: computation and messages overlap, those of a link share it.
+
+        Weights of copies thus arrive with the last results, and copies are computed after that; in backward the
+        gradients of all inputs are ready with the last messages, and those of weights follow.
+        """
+        load_R, copied_R = self._computing
+        leaving_R, arriving_R = self._messages
+        link_R = np.maximum(leaving_R, arriving_R)
+        forward_R, backward_R = np.maximum(link_R, load_R), np.maximum(link_R, 2 * load_R)
+        if len(self.copies[0]):
+            forward_R = np.maximum(forward_R, (arriving_R + copied_R) * (copied_R > 0))
+            backward_R = np.maximum(backward_R, link_R + load_R)
+        return float(forward_R.max() + backward_R.max()) + self._chain_seconds
 
     @cached_property
     def overlapped_seconds(self) -> float:
-        """The least time if messages overlap with computation: in forward, a third of it, and in backward.
+        """The least time if all messages overlap with all computation: in forward, a third of it, and in backward."""
+        (load_R, _), messages = self._computing, float(np.max(self._messages)) + self._chain_seconds
+        return max(messages, float(load_R.max())) + max(messages, 2 * float(load_R.max()))
 
-        All messages of a pass follow each other on a link, in each direction rows, results and experts.
-        """
-        messages, forward = 0.0, self.compute_seconds / COMPUTE_PASSES
-        for link, (sent_G, received_G), experts in self._traffic:
-            rows_G = (sent_G + received_G) * link.send_row
-            messages = max(messages, *(float((rows_G + num_G * link.send_expert).max()) for num_G in experts))
-        messages += self._chain_seconds
-        return max(messages, forward) + max(messages, self.compute_seconds - forward)
+    @cached_property
+    def _messages(self) -> tuple[FloatArray, FloatArray]:
+        """(R,) Seconds of all messages of a pass that leave a rank, and that arrive: rows, results and experts."""
+        leaving, arriving = [], []
+        for link, (sent_G, received_G), (out_G, in_G) in self._traffic:
+            rows_G = (sent_G + received_G) * link.send_row  # rows one way, results the other
+            leaving.append(_by_rank(link, rows_G + out_G * link.send_expert))
+            arriving.append(_by_rank(link, rows_G + in_G * link.send_expert))
+        return _most_by_rank(leaving), _most_by_rank(arriving)
+
+
+def _most_by_rank(by_link: Sequence[FloatArray]) -> FloatArray:
+    return by_link[0] if len(by_link) == 1 else np.max(by_link, 0)
+
+
+def _by_rank(link: SharedLink, values_G: FloatArray) -> FloatArray:
+    return np.repeat(values_G, link.ranks) if link.ranks > 1 else values_G
 
 
 def _most(counts: Sequence[IntArray]) -> int:
@@ -229,32 +274,29 @@ def copy_candidates(layer: ExpertLayer, order: RowOrder, worst: Callable[[], flo
 
 
 def choose_copies(
-    layer: ExpertLayer, chosen_RE: IntArray, order: RowOrderName | None = None, *, overlap: bool = False
+    layer: ExpertLayer, chosen_RE: IntArray, order: RowOrderName | None = None, *, in_steps: bool = False
 ) -> Assignment:
-    """The fastest candidate by the complete model; without `order`, in the better one.
-
-    With `overlap`, by the bound of overlap, and of equal bounds the fastest without.
-    """
+    """The fastest candidate by the complete model; without `order`, in the better one."""
     names = [order] if order is not None else [*ROW_ORDERS]
     orders = [ROW_ORDERS[name](chosen_RE, layer.owners_E) for name in names]
-    return _fastest(layer, orders, overlap=overlap)
+    return _fastest(layer, orders, in_steps=in_steps)
 
 
-def choose_order(layer: ExpertLayer, chosen_RE: IntArray, *, overlap: bool) -> RowOrderName:
+def choose_order(layer: ExpertLayer, chosen_RE: IntArray, *, in_steps: bool) -> RowOrderName:
     """The order of rows in which the fastest copies take less time."""
 
     def seconds(name: RowOrderName) -> float:
-        best = choose_copies(layer, chosen_RE, name, overlap=overlap)
-        return best.overlapped_seconds if overlap else best.seconds
+        best = choose_copies(layer, chosen_RE, name, in_steps=in_steps)
+        return best.stepped_seconds if in_steps else best.seconds
 
     return min(ROW_ORDERS, key=seconds)
 
 
-def _fastest(layer: ExpertLayer, orders: Sequence[RowOrder], *, overlap: bool) -> Assignment:
-    best, seconds = None, (inf, inf)
+def _fastest(layer: ExpertLayer, orders: Sequence[RowOrder], *, in_steps: bool) -> Assignment:
+    best, seconds = None, inf
     for order in orders:
-        for each in copy_candidates(layer, order, lambda: seconds[0]):
-            other = (each.overlapped_seconds if overlap else each.seconds, each.seconds)
+        for each in copy_candidates(layer, order, lambda: seconds):
+            other = each.stepped_seconds if in_steps else each.seconds
             if best is None or other < seconds:
                 best, seconds = each, other
     assert best is not None
@@ -272,4 +314,4 @@ def decide(plan: ExpertPlan, order: RowOrder) -> IntArray | None:
         case "shadows":
             return _shadowed(layer, order.chosen_RE, select_shadows(layer, order.chosen_RE))
         case "fastest":
-            return _fastest(layer, [order], overlap=plan.groups > 1).computed_RE
+            return _fastest(layer, [order], in_steps=plan.groups > 1).computed_RE

@@ -34,7 +34,7 @@ SCALE_MARGIN = 0.01  # smaller differences between recorded and planned rows are
 class PassPrices:
     """Predicted seconds of forward and backward of a mixture in one pass, and its loads, on the slowest group of ranks.
 
-    `plain`: experts where they are. `shadows`: Algorithm 1. `steps`: messages fully overlapped. `even`: copies for even
+    `plain`: experts where they are. `shadows`: Algorithm 1. `steps`: in steps. `even`: copies for even
     loads. `fastest`: the fastest choice of copies, in steps. `ideal`: even routing, in steps.
     """
 
@@ -191,15 +191,15 @@ def _mixture_gains(
 def price_pass(layer: ExpertLayer, chosen_NE: IntArray) -> PassPrices:
     plain = experts.without_copies(layer, chosen_NE)
     shadowed = experts.with_shadows(layer, chosen_NE, experts.select_shadows(layer, chosen_NE))
-    fastest = experts.choose_copies(layer, chosen_NE, overlap=True)
+    fastest = experts.choose_copies(layer, chosen_NE, in_steps=True)
     even_NE = split_evenly(chosen_NE.sum(1), chosen_NE.shape[1]).T
     return PassPrices(
         plain.seconds,
         shadowed.seconds,
-        plain.overlapped_seconds,
+        plain.stepped_seconds,
         experts.balance(layer, chosen_NE).seconds,
-        fastest.overlapped_seconds,
-        experts.without_copies(layer, even_NE).overlapped_seconds,
+        fastest.stepped_seconds,
+        experts.without_copies(layer, even_NE).stepped_seconds,
         imbalance(plain),
         imbalance(fastest),
         int(np.bincount(fastest.copies[0], minlength=1).max()),

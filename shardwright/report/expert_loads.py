@@ -82,7 +82,7 @@ class RoutedCall:
     def seconds(self, assignments: Sequence[Assignment]) -> float:
         """Predicted seconds of the slowest group, overlapped if rows are exchanged in steps."""
         in_steps = self.split is not None and self.split.groups > 1
-        return max((each.overlapped_seconds if in_steps else each.seconds for each in assignments), default=0.0)
+        return max((each.stepped_seconds if in_steps else each.seconds for each in assignments), default=0.0)
 
     def _layer(self, num_owners: int) -> ExpertLayer:
         costs = self.split.costs if self.split is not None else None

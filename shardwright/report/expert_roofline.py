@@ -129,10 +129,10 @@ def _group_strategies(recorded: Assignment) -> Iterator[tuple[str, tuple[float, 
         ("shadows", shadows, False),
         ("steps", plain, True),
         ("shadows, steps", shadows, True),
-        ("ours", choose_copies(layer, chosen_RE, overlap=True), True),
+        ("ours", choose_copies(layer, chosen_RE, in_steps=True), True),
     ):
         messages = assignment.exchange_seconds + assignment.copy_seconds
-        seconds = assignment.overlapped_seconds if in_steps else assignment.seconds
+        seconds = assignment.stepped_seconds if in_steps else assignment.seconds
         yield name, (assignment.compute_seconds, messages, seconds)
 
 

@@ -27,7 +27,7 @@ POLICY_NAMES = MappingProxyType(
 )
 CAPTION = (
     "Predicted seconds of plain expert parallelism, forward and backward, over those of each policy: median and range "
-    "of the passes. Shadows: FasterMoE's Algorithm 1. Steps: all messages overlapped with computation. Even copies: as "
+    "of the passes. Shadows: FasterMoE's Algorithm 1. Steps: messages overlap with computation. Even copies: as "
     "many as it takes for even loads. Fastest, in steps: the choice of copies with the least time, none included. Even "
     "routing, in steps: if the router balanced all loads. Placement: made from the first half of the passes, priced on "
     "the second."

@@ -11,6 +11,7 @@ consecutive ranks; X experts that are copied, T ranks that have a copy.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from types import MappingProxyType
@@ -36,7 +37,7 @@ def owners_of(num_experts: int, num_ranks: int) -> IntArray:
     return np.repeat(np.arange(num_ranks), sizes)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class RowOrder:
     """The order of each expert's rows, as segments by expert and in order.
 
@@ -53,6 +54,16 @@ class RowOrder:
     start_P: IntArray
     end_P: IntArray
     begin_P: IntArray
+
+    def pairs(self, size: int) -> IntArray:
+        """(P,) The group of `size` consecutive ranks that has a segment, and its expert, as one number."""
+        if size not in self._pairs:
+            self._pairs[size] = self.source_P // size * self.chosen_RE.shape[1] + self.expert_P
+        return self._pairs[size]
+
+    @cached_property
+    def _pairs(self) -> dict[int, IntArray]:
+        return {}
 
 
 def rank_order(chosen_RE: IntArray, owners_E: IntArray) -> RowOrder:
@@ -165,7 +176,7 @@ ROW_ORDERS: Mapping[RowOrderName, Callable[[IntArray, IntArray], RowOrder]] = Ma
 class RowRanges:
     """The ranges of each expert's rows that every rank computes, from `start_RE` to `end_RE`.
 
-    `computed_RE`: rows by the rank that computes them; None: the owner.
+    `computed_RE`: rows by the rank that computes them; None: the owner. `computes_RE`: whether there are any.
     """
 
     def __init__(self, order: RowOrder, computed_RE: IntArray | None) -> None:
@@ -173,8 +184,8 @@ class RowRanges:
         if computed_RE is None:
             computed_RE = np.zeros_like(order.chosen_RE)
             computed_RE[order.owners_E, np.arange(len(order.owners_E))] = order.chosen_RE.sum(0)
-        self.start_RE = np.zeros_like(computed_RE)
-        copied_X = np.flatnonzero((computed_RE > 0).sum(0) > 1)
+        self.start_RE, self.computes_RE = np.zeros_like(computed_RE), computed_RE > 0
+        copied_X = np.flatnonzero(self.computes_RE.sum(0) > 1)
         if len(copied_X):
             place_RX, by_place_RX = order.place_RE[:, copied_X], np.zeros((len(computed_RE), len(copied_X)), np.int64)
             np.put_along_axis(by_place_RX, place_RX, computed_RE[:, copied_X], 0)
@@ -201,12 +212,10 @@ class RowRanges:
     def local_rows(self, size: int = 1) -> IntArray:
         """(G,) Rows that the ranks of each group have and compute, in groups of `size` ranks."""
         order, num_groups = self.order, len(self.order.chosen_RE) // size
-        computes_GE = (self.end_RE > self.start_RE).reshape(num_groups, size, -1).any(1)
-        groups_P = order.source_P // size
-        near = np.flatnonzero(computes_GE[groups_P, order.expert_P])  # few: most experts are on one rank
-        groups_P, experts_P, starts_P, ends_P = (
-            each[near] for each in (groups_P, order.expert_P, order.start_P, order.end_P)
-        )
+        computes_GE = self.computes_RE if size == 1 else self.computes_RE.reshape(num_groups, size, -1).any(1)
+        near = np.flatnonzero(computes_GE.ravel()[order.pairs(size)])  # few: most experts are on one rank
+        groups_P, experts_P = order.source_P[near] // size, order.expert_P[near]
+        starts_P, ends_P = order.start_P[near], order.end_P[near]
         local_P = np.zeros_like(starts_P)
         for member in range(size):
             ranks_P = groups_P * size + member
@@ -228,7 +237,7 @@ class RowRanges:
     def chains(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         """The copied experts, each with its owner and the ranks that have a copy, in the order of its rows."""
         order = self.order
-        is_copy_RE = self.end_RE > self.start_RE
+        is_copy_RE = self.computes_RE.copy()
         is_copy_RE[order.owners_E, np.arange(len(order.owners_E))] = False
         for expert in np.flatnonzero(is_copy_RE.any(0)).tolist():
             ranks = np.flatnonzero(is_copy_RE[:, expert])
