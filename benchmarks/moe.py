@@ -25,16 +25,17 @@ Megatron-LM's: balanced, hot set, hot rank, spread hot, source-ragged, zero-expe
 --into: a line for each round, appended once all its sides are known, since sides are compared within a round; rounds in
 FILE are not repeated, so that a run can be cut and continued, or extended by other settings, workloads and sides (start
 another FILE when the code changes). Lines are printed and written from all rounds in FILE: first one for each side:
-seconds, gain over "plain" in the same round (median, least, most). `predicted`: the complete model's seconds, without
-overlap, from rows and links timed in the same round (`costs`); `bound`: what overlap of all computation with all
-messages would leave. `ideal_share`: seconds of the ideal / seconds. `Pi1`: time to compute a row in forward / to send
-it; `Pi2`: rows a rank / (alpha H).
+seconds, gain over "plain" in the same round (median, least, most). `predicted`: the complete model's seconds, from rows
+and links timed in the same round (`costs`); `bound`: what overlap of all computation with all messages would leave.
+`ideal_share`: seconds of the ideal / seconds. `Pi1`: time to compute a row in forward / to send it; `Pi2`: rows a rank
+/ (alpha H).
 
-Then summaries (moe_summary.py). "targets": shadowing and the schedule, reached gain / gain by the model or its bound
-(at least 0.85, 0.8); ours, share of the ideal (0.9), over "shadows, steps" (1) and on even routing over plain (1), both
-within max(2 %, A/A floor). "predictor": R^2, mean relative error, and those after a fit of offset and slope, of
-computation, messages, sides without overlap, and sides in steps (their bound). "picks": cases in which the side with
-least predicted time is within max(2 %, floor) of the fastest.
+Then summaries (moe_summary.py). "targets": shadowing, reached gain / gain by the model (at least 0.85); the schedule,
+reached gain / its bound, the computation and messages of plain, measured alone, overlapped in both passes (0.8); ours,
+share of the ideal (0.9), over "shadows, steps" (1) and on even routing over plain (1), both within max(2 %, A/A floor).
+"predictor": R^2, mean relative error, and those after a fit of offset and slope, of computation, messages, sides in one
+step, and sides in steps. "picks": cases in which the side with least predicted time is within max(2 %, floor) of the
+fastest.
 """
 
 import argparse

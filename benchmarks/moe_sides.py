@@ -20,7 +20,7 @@ from shardwright.planner.experts import (
     decide,
     without_copies,
 )
-from shardwright.spec.expert_rows import IntArray, RowOrder, balanced_order, rank_order
+from shardwright.spec.expert_rows import ExpertRowOrder, IntArray, balanced_order, rank_order
 from shardwright.spec.plan import CopyPolicy, ExpertCosts, ExpertPlan
 
 CHANNELS, ALPHA, ROWS, EXPERTS_PER_RANK, NUM_CHOSEN = 384, 4, 5760, 2, 2
@@ -33,7 +33,7 @@ GSHARD, ZERO_2, ZERO_3 = "GShard, capacity 1.2", "ZeRO-2", "ZeRO-3"
 COMPUTATION, MESSAGES = "plain, computation", "plain, messages"
 BALANCED, BALANCED_STEPS, BALANCED_OURS = EVEN, f"{EVEN}, steps", f"{EVEN}, ours"
 Policy = CopyPolicy | Literal["EPLB", "LLEP", "quota"]
-Decide = Callable[[RowOrder], IntArray | None]
+Decide = Callable[[ExpertRowOrder], IntArray | None]
 Execution = Literal["exchange", "computation", "messages", "capacity", "zero 2", "zero 3"]
 
 
@@ -113,7 +113,7 @@ def decide_of(side: str, workload: str, number: int, num_ranks: int, costs: Expe
             return partial(decide, ExpertPlan("moe", (), num_ranks if in_steps else 1, policy, costs))
 
 
-def order_rows_of(side: str) -> Callable[[IntArray, IntArray], RowOrder]:
+def order_rows_of(side: str) -> Callable[[IntArray, IntArray], ExpertRowOrder]:
     return rank_order if SIDES[side].policy in ("none", "shadows") else balanced_order
 
 

@@ -120,7 +120,7 @@ def points_by_part(rounds: Sequence[Line]) -> dict[str, list[Point]]:
         for name, side in each["sides"].items():
             if name == AGAIN:
                 continue
-            part = "in steps" if SIDES[name].in_steps else PARTS.get(name, "without overlap")
+            part = "in steps" if SIDES[name].in_steps else PARTS.get(name, "in one step")
             points.setdefault(part, []).append((side["predicted"], side["seconds"]))
     return points
 

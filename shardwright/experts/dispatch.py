@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from shardwright.spec.expert_rows import IntArray, RowOrder, RowRanges, split_experts
+from shardwright.spec.expert_rows import ExpertRowOrder, IntArray, RowRanges, split_experts
 
 
 def ring_steps(num_ranks: int, num_groups: int, rank: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -78,7 +78,9 @@ class Dispatch:
         return computed_E
 
 
-def make_dispatch(order: RowOrder, rank: int, num_groups: int = 1, computed_RE: IntArray | None = None) -> Dispatch:
+def make_dispatch(
+    order: ExpertRowOrder, rank: int, num_groups: int = 1, computed_RE: IntArray | None = None
+) -> Dispatch:
     """The exchange in which each rank computes `computed_RE` rows of each expert; None: its owner computes all.
 
     Rows for owners are exchanged in `num_groups` steps, then rows for copies in as many.

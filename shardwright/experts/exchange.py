@@ -32,14 +32,14 @@ from shardwright.experts.dispatch import Dispatch, Step, make_dispatch
 from shardwright.experts.weights import CallWeights
 from shardwright.layers.gates import Routing
 from shardwright.layers.moe import combine_rows, gather_rows, order_by_expert
-from shardwright.spec.expert_rows import IntArray, RowOrder, owners_of, rank_order
+from shardwright.spec.expert_rows import ExpertRowOrder, IntArray, owners_of, rank_order
 from shardwright.spec.lanes import MAIN
 from shardwright.step.inner import InnerStage, InnerStages
 from shardwright.step.slots import Slots, accesses, issues
 from shardwright.step.tracer import Tracer
 
 Ranges = Sequence[tuple[int, slice]]  # of rows, by rank
-Decide = Callable[[RowOrder], IntArray | None]
+Decide = Callable[[ExpertRowOrder], IntArray | None]
 Compute = Callable[[int, Step, Tensor], Tensor]  # the rows to return, of a step's number, the step and rows received
 
 
@@ -62,7 +62,7 @@ class ParallelExperts:
     def __init__(self, name: str, group: Group, num_groups: int = 1) -> None:
         self.name, self.group, self.num_groups = name, group, num_groups
         self.decide: Decide | None = None
-        self.order_rows: Callable[[IntArray, IntArray], RowOrder] = rank_order
+        self.order_rows: Callable[[IntArray, IntArray], ExpertRowOrder] = rank_order
         self.copies: Group | None = None
         self.tracer: Tracer | None = None
         self.computed_E: IntArray = np.zeros(0, np.int64)

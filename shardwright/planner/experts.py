@@ -6,10 +6,11 @@ gradients; rows that are computed where they are need none. Equation numbers are
 Shape legend: R ranks, E experts, G groups of ranks that share a link.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +19,15 @@ from shardwright.errors import UserError
 from shardwright.spec.expert_rows import (
     ORDER_BOUND,
     ROW_ORDERS,
+    ExpertRowOrder,
     IntArray,
-    RowOrder,
     RowRanges,
     balance_rows,
     rank_order,
 )
 from shardwright.spec.plan import ExpertCosts, ExpertPlan, RowOrderName, SharedLink
 
-FloatArray = NDArray[np.float64]
+FloatArray = NDArray[np.floating[Any]]
 COMPUTE_PASSES = 3  # forward, gradients of inputs, gradients of weights
 EXCHANGES = 4  # of rows: there and back, forward and backward
 TRANSFERS = 2  # of an expert: its weights, their gradients
@@ -51,7 +52,7 @@ class Assignment:
     """How many rows of each expert every rank computes: a range of the rows in their order."""
 
     layer: ExpertLayer
-    order: RowOrder
+    order: ExpertRowOrder
     computed_RE: IntArray
 
     @property
@@ -171,7 +172,7 @@ class Assignment:
     @cached_property
     def _messages(self) -> tuple[FloatArray, FloatArray]:
         """(R,) Seconds of all messages of a pass that leave a rank, and that arrive: rows, results and experts."""
-        leaving, arriving = [], []
+        leaving, arriving = list[FloatArray](), list[FloatArray]()
         for link, (sent_G, received_G), (out_G, in_G) in self._traffic:
             rows_G = (sent_G + received_G) * link.send_row  # rows one way, results the other
             leaving.append(_by_rank(link, rows_G + out_G * link.send_expert))
@@ -257,27 +258,19 @@ def balance(layer: ExpertLayer, chosen_RE: IntArray, bound: float = 1.0) -> Assi
     return assign(layer, chosen_RE, balance_rows(chosen_RE, layer.owners_E, bound))
 
 
-def copy_candidates(layer: ExpertLayer, order: RowOrder, worst: Callable[[], float] = lambda: inf) -> Iterator[Assignment]:
-    """Balancing within each of `BOUNDS`, Algorithm 1's shadows, and no copies; all with rows in this order.
-
-    Those are left out that take longer than `worst()` to compute.
-    """
-    chosen_RE = order.chosen_RE
-    mean = chosen_RE.sum() / len(chosen_RE)
+def copy_candidates(layer: ExpertLayer, order: ExpertRowOrder) -> Iterator[Assignment]:
+    """Balancing within each of `BOUNDS`, Algorithm 1's shadows, and no copies; all with rows in this order."""
     for bound in BOUNDS:
-        if COMPUTE_PASSES * bound * mean * layer.costs.compute_row <= worst():
-            yield Assignment(layer, order, balance_rows(chosen_RE, order.owners_E, bound))
-    for shadows in dict.fromkeys((tuple(select_shadows(layer, chosen_RE)), ())):  # once, if no shadow pays
-        each = Assignment(layer, order, _shadowed(layer, chosen_RE, shadows))
-        if each.compute_seconds <= worst():
-            yield each
+        yield Assignment(layer, order, balance_rows(order.chosen_RE, order.owners_E, bound))
+    for shadows in dict.fromkeys((tuple(select_shadows(layer, order.chosen_RE)), ())):  # once, if no shadow pays
+        yield Assignment(layer, order, _shadowed(layer, order.chosen_RE, shadows))
 
 
 def choose_copies(
     layer: ExpertLayer, chosen_RE: IntArray, order: RowOrderName | None = None, *, in_steps: bool = False
 ) -> Assignment:
     """The fastest candidate by the complete model; without `order`, in the better one."""
-    names = [order] if order is not None else [*ROW_ORDERS]
+    names: Sequence[RowOrderName] = [order] if order is not None else [*ROW_ORDERS]
     orders = [ROW_ORDERS[name](chosen_RE, layer.owners_E) for name in names]
     return _fastest(layer, orders, in_steps=in_steps)
 
@@ -292,18 +285,18 @@ def choose_order(layer: ExpertLayer, chosen_RE: IntArray, *, in_steps: bool) -> 
     return min(ROW_ORDERS, key=seconds)
 
 
-def _fastest(layer: ExpertLayer, orders: Sequence[RowOrder], *, in_steps: bool) -> Assignment:
-    best, seconds = None, inf
-    for order in orders:
-        for each in copy_candidates(layer, order, lambda: seconds):
-            other = each.stepped_seconds if in_steps else each.seconds
-            if best is None or other < seconds:
-                best, seconds = each, other
+def _fastest(layer: ExpertLayer, orders: Sequence[ExpertRowOrder], *, in_steps: bool) -> Assignment:
+    best, least = None, inf
+    for each in (candidate for order in orders for candidate in copy_candidates(layer, order)):
+        if best is None or each.compute_seconds < least:  # else it is slower whatever its messages take
+            seconds = each.stepped_seconds if in_steps else each.seconds
+            if best is None or seconds < least:
+                best, least = each, seconds
     assert best is not None
     return best
 
 
-def decide(plan: ExpertPlan, order: RowOrder) -> IntArray | None:
+def decide(plan: ExpertPlan, order: ExpertRowOrder) -> IntArray | None:
     """How many rows of each expert every rank computes, by the plan's `copies`; None: no copies."""
     layer = ExpertLayer(tuple(order.owners_E.tolist()), plan.costs or NO_COSTS)
     match plan.copies:

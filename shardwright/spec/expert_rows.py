@@ -38,7 +38,7 @@ def owners_of(num_experts: int, num_ranks: int) -> IntArray:
 
 
 @dataclass(frozen=True, eq=False)
-class RowOrder:
+class ExpertRowOrder:
     """The order of each expert's rows, as segments by expert and in order.
 
     `source_P`: the rank that has a segment; `start_P`, `end_P`: its range of the expert's rows; `begin_P`: its first
@@ -66,21 +66,21 @@ class RowOrder:
         return {}
 
 
-def rank_order(chosen_RE: IntArray, owners_E: IntArray) -> RowOrder:
+def rank_order(chosen_RE: IntArray, owners_E: IntArray) -> ExpertRowOrder:
     """By the rank that has a row, from the rank after the owner on, cyclically; then as on that rank."""
-    num_ranks, num_experts = chosen_RE.shape
-    numbers_R1 = np.arange(num_ranks)[:, None]
-    ranks_RE = (numbers_R1 + owners_E + 1) % num_ranks  # by place
+    num_ranks, num_experts = len(chosen_RE), len(owners_E)
+    numbers_R1 = np.arange(num_ranks).reshape(-1, 1)
+    ranks_RE: IntArray = (numbers_R1 + owners_E + 1) % num_ranks  # by place
     sizes_RE = np.take_along_axis(chosen_RE, ranks_RE, 0)
     ends_RE = sizes_RE.cumsum(0)
     experts_RE = np.broadcast_to(np.arange(num_experts), ranks_RE.shape)
     segments = (experts_RE, ranks_RE, ends_RE - sizes_RE, ends_RE, np.zeros_like(ends_RE))
     exists_ER = sizes_RE.T > 0
-    place_RE = (numbers_R1 - owners_E - 1) % num_ranks
-    return RowOrder(chosen_RE, owners_E, place_RE, *(each.T[exists_ER] for each in segments))
+    place_RE: IntArray = (numbers_R1 - owners_E - 1) % num_ranks
+    return ExpertRowOrder(chosen_RE, owners_E, place_RE, *(each.T[exists_ER] for each in segments))
 
 
-def balanced_order(chosen_RE: IntArray, owners_E: IntArray) -> RowOrder:
+def balanced_order(chosen_RE: IntArray, owners_E: IntArray) -> ExpertRowOrder:
     """The order in which copies find most of their own rows in their range, if they balance ranks (`balance_rows`)
     within ORDER_BOUND. It is the same without copies, or with others.
 
@@ -122,7 +122,7 @@ def balanced_order(chosen_RE: IntArray, owners_E: IntArray) -> RowOrder:
     by_expert = np.lexsort((columns[2], columns[0]))
     place_RE = order.place_RE.copy()
     place_RE[np.take_along_axis(ranks_RX, first_RX, 0), experts_X] = np.arange(num_ranks)[:, None]
-    return RowOrder(chosen_RE, owners_E, place_RE, *(each[by_expert] for each in columns))
+    return ExpertRowOrder(chosen_RE, owners_E, place_RE, *(each[by_expert] for each in columns))
 
 
 def balance_rows(chosen_RE: IntArray, owners_E: IntArray, bound: float) -> IntArray:
@@ -143,9 +143,9 @@ def balance_rows(chosen_RE: IntArray, owners_E: IntArray, bound: float) -> IntAr
     heapify(givers)
     heapify(takers)
     kept: list[int] = kept_E.tolist()  # of each expert's rows, by its owner
-    own: list[list[int]] = [[] for _ in range(num_ranks)]
-    for expert, owner in enumerate(owners_E.tolist()):
-        own[owner].append(expert)
+    own = [list[int]() for _ in range(num_ranks)]
+    for expert in range(len(owners_E)):
+        own[int(owners_E[expert])].append(expert)
     while givers:
         (most, giver), (least, taker) = heappop(givers), heappop(takers)
         room = limit - least
@@ -168,7 +168,7 @@ def balance_rows(chosen_RE: IntArray, owners_E: IntArray, bound: float) -> IntAr
     return computed_RE
 
 
-ROW_ORDERS: Mapping[RowOrderName, Callable[[IntArray, IntArray], RowOrder]] = MappingProxyType(
+ROW_ORDERS: Mapping[RowOrderName, Callable[[IntArray, IntArray], ExpertRowOrder]] = MappingProxyType(
     {"ranks": rank_order, "balanced": balanced_order}
 )
 
@@ -179,7 +179,7 @@ class RowRanges:
     `computed_RE`: rows by the rank that computes them; None: the owner. `computes_RE`: whether there are any.
     """
 
-    def __init__(self, order: RowOrder, computed_RE: IntArray | None) -> None:
+    def __init__(self, order: ExpertRowOrder, computed_RE: IntArray | None) -> None:
         self.order = order
         if computed_RE is None:
             computed_RE = np.zeros_like(order.chosen_RE)

@@ -28,7 +28,7 @@ from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
 from shardwright.runtime.planning import plan_single_process
 from shardwright.spec import presets
-from shardwright.spec.expert_rows import RowOrder
+from shardwright.spec.expert_rows import ExpertRowOrder
 from shardwright.spec.lanes import EXPERT_LANES
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.plan import ExpertPlan, Plan
@@ -52,7 +52,7 @@ def with_experts(
     return replace(plan, experts=experts, lanes=(*plan.lanes, *EXPERT_LANES))
 
 
-def draw_copies(order: RowOrder) -> np.ndarray:
+def draw_copies(order: ExpertRowOrder) -> np.ndarray:
     """Every row is computed by a drawn rank; the same draw on all ranks."""
     chosen_RE = order.chosen_RE
     draw = np.random.default_rng(int((chosen_RE * np.arange(1, chosen_RE.size + 1).reshape(chosen_RE.shape)).sum()))

@@ -39,8 +39,9 @@ def test_targets_by_hand():
     figures = targets([make_round(0), make_round(1), make_round(2, ours=1.95)])
     assert figures["floor"] == pytest.approx(0.0099, abs=1e-4)
     assert (figures["shadowing_modelled"], figures["shadowing_reached"], figures["shadowing_share"]) == (2.0, 1.6, 0.8)
-    assert (figures["schedule_modelled"], figures["schedule_reached"]) == (1.6, 1.25)
-    assert figures["schedule_share"] == pytest.approx(0.7812, abs=1e-4)
+    bound = 1.8 / 2 + 2.2 * 2 / 3  # messages hide computation in forward, and are hidden in backward
+    assert (figures["schedule_bound"], figures["schedule_reached"]) == (pytest.approx(4 / bound, abs=1e-4), 1.25)
+    assert figures["schedule_share"] == pytest.approx(bound / 3.2, abs=1e-4)
     assert figures["ideal_share"] == 0.9
     assert figures["over_shadows_steps"] == pytest.approx(2.0 / 1.9, abs=1e-4)
     assert figures["balanced_over_plain"] == pytest.approx(2.0 / 1.75, abs=1e-4)
@@ -67,8 +68,8 @@ def test_a_share_is_of_each_round():
 def test_predictions_by_part():
     points = points_by_part([make_round()])
     assert points["computation"] == [(2.1, 2.2)] and points["messages"] == [(1.9, 1.8)]
-    assert (4.0, 4.0) in points["without overlap"] and (4.0, 4.04) not in points["without overlap"]
-    assert sorted(points["in steps"])[0] == (1.2, 1.9)
+    assert (4.0, 4.0) in points["in one step"] and (4.0, 4.04) not in points["in one step"]
+    assert sorted(points["in steps"])[0] == (1.8, 1.9)
 
 
 def test_fit_of_offset_and_slope():

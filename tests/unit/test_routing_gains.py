@@ -27,9 +27,9 @@ SIZES = ["experts.channels=256", "experts.hidden=512"]
 
 
 def test_a_pass_by_hand():
-    """Expert 0 has 60 of 90 rows. Plain: 3 x 60 to compute, 3 x 40 to exchange, once more meanwhile. In steps, in each direction 10 rows sent
-    and the results of 40: max(50, 60) + max(50, 120); with even routing max(40, 30) + max(40, 60). Shadows: as in
-    test_expert_copies."""
+    """Expert 0 has 60 of 90 rows. Plain: 3 x 60 to compute, 3 x 40 to exchange, once more meanwhile. In steps, in each
+    direction 10 rows sent and the results of 40: max(50, 60) + max(50, 120); with even routing max(40, 30) +
+    max(40, 60). Shadows: as in test_expert_copies."""
     price = price_pass(LAYER, np.array([[20, 5, 5], [20, 5, 5], [20, 5, 5]]))
     assert (price.plain, price.steps, price.ideal, price.shadows) == (300, 180, 100, 140)
     assert price.imbalance == 2 and price.imbalance_left < 1.5 and price.num_copies == 1

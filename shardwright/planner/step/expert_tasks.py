@@ -2,8 +2,8 @@
 
 Forward and backward of a mixture have the same stages, in as many steps as the plan has groups: `send` rows (or their
 gradients) to the ranks of their experts, `experts` on those received, `return` the results. `copy` moves the weights of
-copied experts. In backward, `copy` moves the gradients of copies, whose rows are the first, and `weights`, the gradients
-of weights, are computed last.
+copied experts. In backward, `copy` moves the gradients of copies, whose rows are the first, and `weights`, the
+gradients of weights, are computed last.
 """
 
 from collections.abc import Iterator, Sequence
