@@ -137,15 +137,16 @@ class Assignment:
     def seconds(self) -> float:
         """The complete model of a call in one step: Equation 8 with the rows that are still exchanged.
 
-        Forward: an exchange; computation, while weights of copies arrive; an exchange. Backward: an exchange, gradients
-        of inputs, and those of weights while results return.
+        Forward: an exchange; computation, while weights of copies arrive; an exchange. Backward: an exchange, while
+        gradients of the inputs of copies are computed; those of other inputs; those of weights, while results return.
         """
         (load_R, copied_R), exchange = self._computing, self.exchange_seconds / EXCHANGES
         arriving = [_by_rank(link, experts[1] * link.send_expert) for link, _, experts in self._traffic]
         arriving_R = _most_by_rank(arriving)
         forward = float((np.maximum(load_R - copied_R, arriving_R) + copied_R).max())
-        backward = float((load_R + np.maximum(load_R, exchange)).max())
-        return 3 * exchange + forward + backward + self._chain_seconds
+        inputs_R = np.maximum(copied_R, exchange) + load_R - copied_R
+        backward = float((inputs_R + np.maximum(load_R, exchange)).max())
+        return 2 * exchange + forward + backward + self._chain_seconds
 
     @cached_property
     def stepped_seconds(self) -> float:

@@ -36,10 +36,10 @@ def test_algorithm_1_by_hand():
     shadowed = with_shadows(LAYER, chosen, [0])
     assert shadowed.loads_R.tolist() == [20, 35, 35]
     assert shadowed.chains() == {0: [1, 2]}
-    # The complete model: 10 rows are still exchanged four times, once while the gradients of 35 rows are computed; the
-    # copy arrives while 15 own rows are; rank 1 hands it on to rank 2. In steps: the 20 rows of the copy wait for the
+    # The complete model: 10 rows are still exchanged four times, twice while gradients are computed; the copy arrives
+    # while 15 own rows are computed; rank 1 hands it on to rank 2. In steps: the 20 rows of the copy wait for the
     # messages of 20 rows and the weights; the gradients of weights for as many and the gradient of the copy.
-    assert shadowed.seconds == 3 * 10 + 3 * 35 + 5
+    assert shadowed.seconds == 2 * 10 + 3 * 35 + 5
     assert shadowed.stepped_seconds == (20 + 10 + 20) + (20 + 10 + 35 + 5)
     assert shadowed.overlapped_seconds == 35 + 2 * 35
 
