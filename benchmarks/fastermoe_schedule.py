@@ -11,6 +11,7 @@ Shape legend: R ranks (RR: from, to), E experts.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -169,13 +170,15 @@ class Schedule:
     traffic: Traffic
     num_groups: int
     lockstep: bool = False
+    copies_first: bool = False
 
     @cached_property
     def rows(self) -> list[FloatArray]:
-        """(RR) of each step, those for owners first."""
+        """(RR) of each step, those for owners first, or those for copies."""
         group_R = np.arange(self.traffic.setting.num_ranks) * self.num_groups // self.traffic.setting.num_ranks
         distance_RR = (group_R[:, None] - group_R) % self.num_groups
         kinds = [self.traffic.own_RR, *([self.traffic.copied_RR] if self.traffic.num_copied else [])]
+        kinds = kinds[::-1] if self.copies_first else kinds
         return [np.where(distance_RR == step, rows_RR, 0.0) for rows_RR in kinds for step in range(self.num_groups)]
 
     @cached_property
@@ -203,11 +206,14 @@ class Schedule:
         totals = np.cumsum(messages, axis=0)
         return [setting.link_seconds(total) + at * setting.latency_seconds for at, total in enumerate(totals)]
 
-    def phase(self, passes: int = 1, *, with_weights: bool = False) -> tuple[float, FloatArray]:
-        """When the last results have been returned, and when each rank's computation ends."""
+    def phase(
+        self, passes: int = 1, *, with_weights: bool = False, num_steps: int | None = None
+    ) -> tuple[float, FloatArray]:
+        """When the last results have been returned, and when each rank's computation ends; of the first steps only."""
         arrivals, compute_row = self.arrivals(with_weights=with_weights), self.traffic.setting.compute_row
         returned, computed_R = arrivals[-1] + self.remaining[0], np.zeros(self.traffic.setting.num_ranks)
-        for arrival, rows_RR, remaining in zip(arrivals, self.rows, self.remaining, strict=True):
+        steps = zip(arrivals, self.rows, self.remaining, strict=True)
+        for arrival, rows_RR, remaining in islice(steps, num_steps):
             computed_R = np.maximum(computed_R, arrival) + passes * compute_row * rows_RR.sum(0)
             returned = max(returned, float(computed_R.max()) + remaining)
         return returned, computed_R
@@ -225,18 +231,25 @@ class Schedule:
 
     @property
     def our_seconds(self) -> float:
-        """Ours: gradients of weights are computed after all steps, those of copies first, and are sent meanwhile.
+        """Ours: in backward rows for copies come first; gradients of weights are computed after those of inputs.
 
-        Each rank of a chain adds its rows to a part of a gradient before it hands it on.
+        Gradients of copies travel while ranks compute own rows, and share the links with all messages. Each rank of a
+        chain adds its rows to a part of a gradient before it hands it on.
         """
         traffic, setting = self.traffic, self.traffic.setting
-        returned, computed_R = self.phase()
-        copies_R = setting.compute_row * traffic.copied_RR.sum(0)
-        part = min(1.0, EXPERT_PART_BYTES / setting.expert_bytes)
-        part_seconds = part * (setting.expert_bytes / setting.network_rate + float(copies_R.max()))
-        last_part = float((computed_R + copies_R).max()) + max(0, traffic.longest_chain - 1) * part_seconds
-        sent = max(returned, last_part) + traffic.weights_seconds if traffic.num_copied else returned
-        return self.forward_seconds + max(sent, float((computed_R + traffic.compute_R).max()))
+        backward = replace(self, copies_first=True)
+        returned, computed_R = backward.phase()
+        seconds = max(returned, float((computed_R + traffic.compute_R).max()))
+        if traffic.num_copied:
+            _, copied_R = backward.phase(num_steps=self.num_groups)
+            copies_R = setting.compute_row * traffic.copied_RR.sum(0)
+            part = min(1.0, EXPERT_PART_BYTES / setting.expert_bytes)
+            part_seconds = part * (setting.expert_bytes / setting.network_rate + float(copies_R.max()))
+            last_part = float((copied_R + copies_R).max()) + max(0, traffic.longest_chain - 1) * part_seconds
+            total_RR = np.sum(self.messages, axis=0)
+            links = setting.link_seconds(total_RR + total_RR.T + traffic.weights_RR.T)
+            seconds = max(seconds, last_part + traffic.weights_seconds, links)
+        return self.forward_seconds + seconds
 
 
 def gain_bound(exchange_seconds: float, compute_seconds: float) -> float:
