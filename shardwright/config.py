@@ -133,6 +133,10 @@ class PlanSettings(Section):
     expert_copies: str = Field(
         "", description='copies of popular experts: "none", "shadows", "even", "fastest"; empty: the planner chooses'
     )
+    expert_exchange: str = Field(
+        "",
+        description='rows to the ranks of their experts ("flat"), or tokens to their hosts ("hosts"); empty: fastest',
+    )
 
     @field_validator("pins", mode="before")
     @classmethod

@@ -18,6 +18,7 @@ NEEDS_LAB = (
     "hsdp",
     "ingest",
     "moe",
+    "moe_hosts",
     "moe_peers",
     "pipeline",
     "precision",

@@ -169,6 +169,7 @@ def _trace_mixtures(model: nn.Module, sparse: EmbeddingTables | None, batch: Bat
     if not names:
         return ()
     twin, calls = meta_twin(model), dict[str, tuple[Tensor, Tensor, Tensor]]()
+    num_chosen = dict[str, int]()
 
     def record_call(name: str, _: nn.Module, inputs: Any, output: Tensor) -> None:
         calls[name] = (*inputs, output)
@@ -176,6 +177,7 @@ def _trace_mixtures(model: nn.Module, sparse: EmbeddingTables | None, batch: Bat
     for name in names:
         mixture: MoE = twin.get_submodule(name)  # pyright: ignore[reportAssignmentType]
         mixture.exchange = LocalExperts()
+        num_chosen[name] = mixture.gate.num_chosen
         mixture.experts.register_forward_hook(partial(record_call, name))
     _compute_loss(twin, batch.to("meta"), sparse.blank(batch.features) if sparse else None)
     blocks = block_names(twin)
@@ -183,6 +185,7 @@ def _trace_mixtures(model: nn.Module, sparse: EmbeddingTables | None, batch: Bat
         replace(
             describe_experts(name, twin.get_submodule(f"{name}.experts"), *calls[name], batch.batch_size),
             block=next((block for block in blocks if f"{name}.".startswith(f"{block}.")), "rest"),
+            num_chosen=num_chosen[name],
         )
         for name in names
         if name in calls

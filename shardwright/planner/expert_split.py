@@ -5,14 +5,16 @@ Candidates split the experts over the ranks along the innermost axes with differ
 each the number of steps and the copies are those with the least predicted time for the recorded routing, or for even
 routing if none was recorded. Plans are compared by their whole step, as all plans are.
 
-Shape legend: R ranks, E experts.
+Shape legend: R ranks, E experts, H hosts.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwright.errors import UserError, did_you_mean
 from shardwright.planner.dense_strategies import TIE_SHARE
@@ -34,7 +36,14 @@ from shardwright.planner.problem import Problem, SplitExperts
 from shardwright.planner.search import Candidate
 from shardwright.planner.step.expert_tasks import call_seconds, expert_costs
 from shardwright.spec.expert_rows import ROW_ORDERS, IntArray, owners_of
-from shardwright.spec.plan import COPY_POLICIES, CopyPolicy, ExpertCosts, ExpertPlan, RowOrderName
+from shardwright.spec.plan import (
+    COPY_POLICIES,
+    EXPERT_EXCHANGES,
+    CopyPolicy,
+    ExpertExchange,
+    ExpertPlan,
+    RowOrderName,
+)
 from shardwright.spec.workload import Mixture
 
 # The choice of copies takes time in every call: about this for each pair of a rank and an expert, and at all.
@@ -49,9 +58,12 @@ def check_request(problems: Sequence[Problem], request: LayerRequest) -> None:
     if request.expert_copies and request.expert_copies not in COPY_POLICIES:
         suggestion = did_you_mean(request.expert_copies, COPY_POLICIES)
         raise UserError(f'plan.expert_copies="{request.expert_copies}" is unknown{suggestion}')
-    if (request.expert_groups or request.expert_copies) and num < 2:
-        name = "expert_groups" if request.expert_groups else "expert_copies"
-        raise UserError(f"plan.{name} is for experts that are split over ranks: set plan.experts=2 or more")
+    if request.expert_exchange and request.expert_exchange not in EXPERT_EXCHANGES:
+        suggestion = did_you_mean(request.expert_exchange, EXPERT_EXCHANGES)
+        raise UserError(f'plan.expert_exchange="{request.expert_exchange}" is unknown{suggestion}')
+    for name in ("expert_groups", "expert_copies", "expert_exchange"):
+        if getattr(request, name) and num < 2:
+            raise UserError(f"plan.{name} is for experts that are split over ranks: set plan.experts=2 or more")
     if num < 2:
         return
     if not problem.workload.experts:
@@ -103,24 +115,81 @@ def split(problem: Problem, axes: tuple[str, ...], request: LayerRequest) -> Pro
 
 
 def _split_mixture(problem: Problem, mixture: Mixture, groups: AxisGroups, request: LayerRequest) -> SplitExperts:
-    """The steps and copies of one mixture with which a call takes least time."""
-    costs = expert_costs(problem, mixture, groups)
-    steps = (request.expert_groups,) if request.expert_groups else (1, groups.size)
-    layer = _layer(mixture, groups, costs)
-    policies = _copy_policies(layer, _rows_of(problem, mixture, groups), request)
-    skewed_RE = _rows_of(problem, mixture, groups, is_skewed=True)
-    plans = (
-        ExpertPlan(mixture.module, groups.names, num, copies, costs, _order(layer, skewed_RE, num, copies))
-        for num in steps
-        for copies in policies
-    )
+    """The exchange, steps and copies of one mixture with which a call takes least time."""
+    plans: list[ExpertPlan] = []
+    for exchange in _exchanges(mixture, groups, request):
+        empty = ExpertPlan(mixture.module, groups.names, exchange=exchange)
+        part, skewed = _exchanging(problem, mixture, empty), _exchanging(problem, mixture, empty, is_skewed=True)
+        for num in (request.expert_groups,) if request.expert_groups else (1, part.groups.size):
+            for copies in _copy_policies(part, request):
+                order = _order(skewed, num, copies)
+                plans.append(replace(empty, groups=num, copies=copies, costs=part.layer.costs, order=order))
     return min((split_as(problem, plan) for plan in plans), key=lambda part: sum(call_seconds(part)))
 
 
-def _order(layer: ExpertLayer, skewed_RE: IntArray, num_steps: int, copies: CopyPolicy) -> RowOrderName:
+def _exchanges(mixture: Mixture, groups: AxisGroups, request: LayerRequest) -> Sequence[ExpertExchange]:
+    """By hosts, if they can have as many experts each, and a token several."""
+    num_hosts = replace(groups, names=groups.names[:1]).size
+    can_go_by_hosts = len(groups.names) > 1 and mixture.num_experts % num_hosts == 0
+    if request.expert_exchange == "hosts" and not can_go_by_hosts:
+        raise UserError(
+            f'plan.expert_exchange="hosts" is for experts split over several hosts with as many experts each; '
+            f"{mixture.module} has {mixture.num_experts} over {', '.join(groups.names)}"
+        )
+    if request.expert_exchange:
+        return [exchange for exchange in EXPERT_EXCHANGES if exchange == request.expert_exchange]
+    return EXPERT_EXCHANGES if can_go_by_hosts and mixture.num_chosen > 1 else EXPERT_EXCHANGES[:1]
+
+
+class _Exchanging(NamedTuple):
+    """The ranks that exchange rows with each other, and the rows that each has for their experts."""
+
+    groups: AxisGroups
+    layer: ExpertLayer
+    chosen_RE: IntArray
+    host_seconds: float  # of tokens that go to other hosts, one way
+
+
+def _exchanging(problem: Problem, mixture: Mixture, plan: ExpertPlan, *, is_skewed: bool = False) -> _Exchanging:
+    """Of the ranks of a host those with the most popular experts."""
+    everyone, groups = (
+        AxisGroups(problem.cluster, problem.mesh_axes, axes, problem.chunk_ranks) for axes in (plan.axes, plan.row_axes)
+    )
+    costs = plan.costs or expert_costs(problem, mixture, groups, everyone.size)
+    rows, shares_E = mixture.rows * problem.local_batch_share, _shares(mixture, is_skewed=is_skewed)
+    num_hosts, host_seconds = everyone.size // groups.size, 0.0
+    if num_hosts > 1:
+        shares_HE = shares_E.reshape(num_hosts, -1)
+        host_seconds = _host_seconds(problem, mixture, plan, rows, shares_HE.sum(1))
+        rows, shares_E = rows * num_hosts, shares_HE[shares_HE.sum(1).argmax()]
+    ends_E = np.rint(shares_E.cumsum() * rows).astype(np.int64)
+    owners_E = owners_of(len(shares_E), groups.size)
+    chosen_RE = np.tile(np.diff(ends_E, prepend=0), (groups.size, 1))
+    return _Exchanging(groups, ExpertLayer(tuple(owners_E.tolist()), costs), chosen_RE, host_seconds)
+
+
+def _host_seconds(
+    problem: Problem, mixture: Mixture, plan: ExpertPlan, rows: float, shares_H: NDArray[np.floating[Any]]
+) -> float:
+    """A token goes to each host that has one of its experts, which are drawn one by one, with these shares of hosts."""
+    hosts = AxisGroups(problem.cluster, problem.mesh_axes, plan.axes[:1], problem.chunk_ranks)
+    goes_H = 1 - (1 - shares_H) ** mixture.num_chosen
+    busiest = max(float(goes_H.sum() - goes_H.min()), (hosts.size - 1) * float(goes_H.max()))
+    row_bytes = (mixture.row_bytes + mixture.result_bytes) / 2
+    bytes_ = rows / mixture.num_chosen * busiest * row_bytes * hosts.size / (hosts.size - 1)
+    return group_cost(hosts, "all_to_all", max(1, round(bytes_)), sustained=True).seconds
+
+
+def _shares(mixture: Mixture, *, is_skewed: bool) -> NDArray[np.floating[Any]]:
+    """Of the rows, by expert: as recorded; without, even or skewed."""
+    popularity_E = np.arange(1.0, mixture.num_experts + 1) ** -(SKEW if is_skewed else 0.0)
+    return np.array(mixture.shares or popularity_E / popularity_E.sum())
+
+
+def _order(part: _Exchanging, num_steps: int, copies: CopyPolicy) -> RowOrderName:
     """Shadows are on all ranks, each for its own rows. All others have the same order, so that results with and without
     copies are equal to the bit."""
-    return "ranks" if copies == "shadows" else choose_order(layer, skewed_RE, in_steps=num_steps > 1)
+    return "ranks" if copies == "shadows" else choose_order(part.layer, part.chosen_RE, in_steps=num_steps > 1)
 
 
 def split_as(problem: Problem, plan: ExpertPlan) -> SplitExperts:
@@ -128,9 +197,7 @@ def split_as(problem: Problem, plan: ExpertPlan) -> SplitExperts:
     mixture = next((each for each in problem.workload.experts if each.module == plan.module), None)
     if mixture is None:
         raise UserError(f'the plan splits the experts of "{plan.module}", which the workload does not have; plan again')
-    groups = AxisGroups(problem.cluster, problem.mesh_axes, plan.axes, problem.chunk_ranks)
-    costs = expert_costs(problem, mixture, groups)
-    layer, chosen_RE = _layer(mixture, groups, costs), _rows_of(problem, mixture, groups)
+    groups, layer, chosen_RE, host_seconds = _exchanging(problem, mixture, replace(plan, costs=None))
     computed_RE = decide(plan, ROW_ORDERS[plan.order](chosen_RE, layer.owners_E))
     assignment = assign(layer, chosen_RE, computed_RE, plan.order)
     own = max(np.bincount(layer.owners)) * mixture.experts.parameter_bytes / mixture.num_experts
@@ -140,35 +207,23 @@ def split_as(problem: Problem, plan: ExpertPlan) -> SplitExperts:
         own_bytes=own,
         copied_bytes=0.0 if computed_RE is None else own,  # balancing gives a rank at most as many copies
         compute_seconds=assignment.compute_seconds / COMPUTE_PASSES,
-        even_seconds=chosen_RE.sum() / groups.size * costs.compute_row,
+        even_seconds=mixture.rows * problem.local_batch_share * layer.costs.compute_row,
         message_seconds=assignment.exchange_seconds / EXCHANGES,
         copy_seconds=assignment.copy_seconds / TRANSFERS,
         latency=group_cost(groups, "all_to_all", 1).seconds,
+        host_seconds=host_seconds,
     )
 
 
-def _layer(mixture: Mixture, groups: AxisGroups, costs: ExpertCosts) -> ExpertLayer:
-    return ExpertLayer(tuple(owners_of(mixture.num_experts, groups.size).tolist()), costs)
-
-
-def _copy_policies(layer: ExpertLayer, chosen_RE: IntArray, request: LayerRequest) -> list[CopyPolicy]:
+def _copy_policies(part: _Exchanging, request: LayerRequest) -> list[CopyPolicy]:
     """The policies to compare: copies if they pay for the recorded routing, or if choosing them takes little time."""
     if request.expert_copies:
         return [policy for policy in COPY_POLICIES if policy == request.expert_copies]
-    plain = without_copies(layer, chosen_RE)
-    deciding = DECISION_SECONDS + DECISION_PAIR_SECONDS * chosen_RE.size
-    if choose_copies(layer, chosen_RE).seconds + deciding < plain.seconds:
+    plain = without_copies(part.layer, part.chosen_RE)
+    deciding = DECISION_SECONDS + DECISION_PAIR_SECONDS * part.chosen_RE.size
+    if choose_copies(part.layer, part.chosen_RE).seconds + deciding < plain.seconds:
         return ["fastest", "none"]
     return ["fastest"] if deciding < MAX_DECISION_SHARE * plain.seconds else ["none"]
-
-
-def _rows_of(problem: Problem, mixture: Mixture, groups: AxisGroups, *, is_skewed: bool = False) -> IntArray:
-    """The rows of each expert that every rank of a group has, by the recorded shares; without, evenly or skewed."""
-    rows = mixture.rows * problem.local_batch_share
-    popularity_E = np.arange(1.0, mixture.num_experts + 1) ** -(SKEW if is_skewed else 0.0)
-    shares_E = np.array(mixture.shares or popularity_E / popularity_E.sum())
-    ends_E = np.rint(shares_E.cumsum() * rows).astype(np.int64)
-    return np.tile(np.diff(ends_E, prepend=0), (groups.size, 1))
 
 
 def is_better(split: Candidate | None, whole: Candidate | None) -> bool:
@@ -186,11 +241,12 @@ def describe_split(candidate: Candidate, unsplit_seconds: float, request: LayerR
     groups = AxisGroups(problem.cluster, problem.mesh_axes, plans[0].axes)
     steps, copies = sorted({plan.groups for plan in plans}), " or ".join(sorted({plan.copies for plan in plans}))
     steps_text = f"{' or '.join(map(str, steps))} step{'s' * (steps != [1])}"
+    by_hosts = "by hosts " if any(plan.exchange == "hosts" for plan in plans) else ""
     own = sum(part.own_bytes for part in problem.experts)
     total = sum(part.mixture.experts.parameter_bytes for part in problem.experts)
     text = (
         f"{pinned}split over {groups.size} ranks ({', '.join(groups.names)}), {bytes_text(own)} of {bytes_text(total)} "
-        f"of weights on a rank; rows are exchanged in {steps_text}; copies: {copies}"
+        f"of weights on a rank; rows are exchanged {by_hosts}in {steps_text}; copies: {copies}"
     )
     if unsplit_seconds == inf:
         return f"{text}; all experts on every rank do not fit"

@@ -55,7 +55,8 @@ class LayerRequest:
     """What the user pins of a model of layers; 0 and "": the planner chooses.
 
     `pipeline`: the ranks of a pipeline, 1: none. `experts`: the ranks that experts are split over, 1: all experts on
-    every rank. `expert_groups`: steps of their exchange; `expert_copies`: a CopyPolicy.
+    every rank. `expert_groups`: steps of their exchange; `expert_copies`: a CopyPolicy; `expert_exchange`: an
+    ExpertExchange.
     """
 
     pipeline: int = 0
@@ -63,3 +64,4 @@ class LayerRequest:
     experts: int = 0
     expert_groups: int = 0
     expert_copies: str = ""
+    expert_exchange: str = ""

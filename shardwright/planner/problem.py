@@ -41,7 +41,8 @@ class SplitExperts:
 
     `own_bytes`: weights of a rank's own experts; `copied_bytes`: of the copies that it may hold from forward to
     backward. Seconds of the busiest rank: `compute_seconds` of all its rows in forward, `even_seconds` if routing is
-    even, `message_seconds` of an exchange of rows, `copy_seconds` of moving copied weights, `latency` of a message.
+    even, `message_seconds` of an exchange of rows, `copy_seconds` of moving copied weights, `latency` of a message,
+    `host_seconds` of an exchange of tokens between hosts.
     """
 
     plan: ExpertPlan
@@ -53,6 +54,7 @@ class SplitExperts:
     message_seconds: float
     copy_seconds: float
     latency: float
+    host_seconds: float = 0.0
 
     @property
     def step_seconds(self) -> tuple[float, float]:

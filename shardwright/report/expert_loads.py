@@ -6,7 +6,7 @@ Shape legend: R ranks that have a mixture; E experts.
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
@@ -95,6 +95,8 @@ def read_calls(records: Sequence[RoutedRows], plan: Plan | None) -> dict[str, li
     calls: dict[str, list[RoutedCall]] = defaultdict(list)
     for record in records:
         split = splits.get(record.module)
+        if split is not None and split.exchange == "hosts":  # costs are those inside a host, and records of tokens
+            split = replace(split, costs=None)
         groups = rank_groups(plan, split) if plan is not None and split is not None else ()
         fits = sum(map(len, groups)) == len(record.computed)
         calls[record.module].append(RoutedCall(record, split, groups if fits else ()))
@@ -134,6 +136,8 @@ def bytes_between(call: RoutedCall, mixture: Mixture) -> Iterator[tuple[Ranks, I
     """
     row_bytes = mixture.row_bytes + mixture.result_bytes
     expert_bytes = mixture.experts.parameter_bytes // mixture.num_experts
+    if call.split is None or call.split.exchange == "hosts":  # rows do not say which tokens go to a host once
+        return
     for ranks, assignment in zip(call.groups, call.assignments, strict=True):
         sent_RR = assignment.ranges.rows_between()
         rows_RR = (sent_RR + sent_RR.T) * row_bytes

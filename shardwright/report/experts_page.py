@@ -86,6 +86,12 @@ def describe_calls(calls: Calls, num_steps: int) -> str:
     if split is not None:
         travel = f"in {split.groups} steps" if split.groups > 1 else "at once"
         place = f"They are split over the ranks along {', '.join(split.axes)}; rows travel {travel}."
+        if split.exchange == "hosts":
+            place = (
+                f"They are split over the ranks along {', '.join(split.axes)}; a token goes to each group along "
+                f"{split.axes[0]} once, and rows travel {travel} along {', '.join(split.row_axes)}: the bytes of each "
+                "link, and times, are not known from recorded rows."
+            )
     elif len(last[0].rows_RE) == 1:
         place = "All are on one rank."
     return (

@@ -10,6 +10,7 @@ from torch import nn
 from shardwright.comm.mesh import Group, Mesh
 from shardwright.errors import UserError, did_you_mean
 from shardwright.experts.exchange import ParallelExperts
+from shardwright.experts.hosts import HostExperts
 from shardwright.experts.parameters import OwnedExperts
 from shardwright.layers.moe import MoE
 from shardwright.planner.experts import decide
@@ -26,7 +27,7 @@ class ExpertLayout:
     with replicas of this rank's.
     """
 
-    exchanges: list[ParallelExperts] = field(default_factory=list[ParallelExperts])
+    exchanges: list[ParallelExperts | HostExperts] = field(default_factory=list[ParallelExperts | HostExperts])
     groups: dict[int, tuple[Group, Group]] = field(default_factory=dict[int, tuple[Group, Group]])
 
     def owns(self, parameter: nn.Parameter) -> bool:
@@ -53,16 +54,28 @@ class ExpertLayout:
             owners, replicas = mesh.group(experts.axes, EXPERTS), _replicas(plan, mesh, experts)
             owned = OwnedExperts(experts.module, moe, owners, everyone, is_writer=replicas.index == 0)
             self.groups.update((id(parameter), (owners, replicas)) for parameter in owned.shards)
-            exchange = ParallelExperts(experts.module, owners, experts.groups)
-            exchange.order_rows = ROW_ORDERS[experts.order]
-            if experts.copies != "none":
-                exchange.decide, exchange.copies = partial(decide, experts), mesh.group(experts.axes, COPIES)
-            self.exchanges.append(exchange)
+            self.exchanges.append(_make_exchange(experts, moe, mesh))
             moe.exchange = self.exchanges[-1]
 
 
+def _make_exchange(experts: ExpertPlan, moe: MoE, mesh: Mesh) -> ParallelExperts | HostExperts:
+    exchange = ParallelExperts(experts.module, mesh.group(experts.row_axes, EXPERTS), experts.groups)
+    exchange.order_rows = ROW_ORDERS[experts.order]
+    if experts.copies != "none":
+        exchange.decide, exchange.copies = partial(decide, experts), mesh.group(experts.row_axes, COPIES)
+    if experts.exchange == "flat":
+        return exchange
+    hosts = mesh.group(experts.axes[:1], EXPERTS)
+    if moe.num_experts % hosts.size:
+        raise UserError(
+            f'the plan exchanges tokens of "{experts.module}" by hosts: {hosts.size} cannot have as many of its '
+            f"{moe.num_experts} experts each; plan again"
+        )
+    return HostExperts(hosts, exchange)
+
+
 def check_experts(model: nn.Module, plan: Plan) -> None:
-    """Raise if the plan splits the experts of a module that this model does not have."""
+    """Raise if the plan splits the experts of a module that this model does not have, or by hosts along one axis."""
     names = [name for name, module in model.named_modules() if isinstance(module, MoE)]
     for experts in plan.experts:
         if experts.module not in names:
@@ -70,14 +83,22 @@ def check_experts(model: nn.Module, plan: Plan) -> None:
                 f'the plan splits the experts of "{experts.module}", which is no MoE of this model'
                 f"{did_you_mean(experts.module, names)}; plan this model again"
             )
+        if not experts.row_axes:
+            raise UserError(
+                f'the plan exchanges tokens of "{experts.module}" by hosts, and splits its experts along '
+                f"{', '.join(experts.axes)} only; name another axis, or set exchange to flat"
+            )
 
 
 def expert_groups(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The groups of a mesh that experts need: lanes and axes."""
     for experts in plan.experts:
         yield EXPERTS, experts.axes
+        if experts.exchange == "hosts":
+            yield EXPERTS, experts.axes[:1]
+            yield EXPERTS, experts.row_axes
         if experts.copies != "none":
-            yield COPIES, experts.axes
+            yield COPIES, experts.row_axes
         if axes := _replica_axes(plan, experts):
             yield DENSE, axes
 

@@ -69,6 +69,7 @@ class PlanRequest:
                 experts=self.settings.experts,
                 expert_groups=self.settings.expert_groups,
                 expert_copies=self.settings.expert_copies,
+                expert_exchange=self.settings.expert_exchange,
             ),
         )
 
@@ -99,6 +100,7 @@ def plan_for(
         micro_batches=micro_batches,
         experts=experts,
         expert_copies="",
+        expert_exchange="",
     )
     workload = describe(model, batch)
     if world_size() > 1:

@@ -20,6 +20,8 @@ RecomputePolicy = Literal["nothing", "products"]
 CopyPolicy = Literal["none", "shadows", "even", "fastest"]
 COPY_POLICIES: tuple[CopyPolicy, ...] = get_args(CopyPolicy)
 RowOrderName = Literal["ranks", "balanced"]
+ExpertExchange = Literal["flat", "hosts"]
+EXPERT_EXCHANGES: tuple[ExpertExchange, ...] = get_args(ExpertExchange)
 # Operators whose outputs a recomputed block saves under RecomputePolicy "products".
 SAVED_PRODUCT_OPS = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution", "grouped_linear"))
 
@@ -205,6 +207,9 @@ class ExpertPlan:
 
     `order`: of each expert's rows, see spec/expert_rows.py; results with and without copies are equal to the bit if it
     is the same.
+
+    `exchange`: "flat", each row to the rank that computes it; "hosts", a token once to each group along the first axis
+    that has one of its experts, and rows, steps and copies among the ranks along the other axes.
     """
 
     module: str
@@ -213,6 +218,12 @@ class ExpertPlan:
     copies: CopyPolicy = "none"
     costs: ExpertCosts | None = None
     order: RowOrderName = "ranks"
+    exchange: ExpertExchange = "flat"
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """Those along which rows are exchanged."""
+        return self.axes[1:] if self.exchange == "hosts" else self.axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

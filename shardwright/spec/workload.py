@@ -98,7 +98,7 @@ class Block:
 @dataclass(frozen=True, slots=True)
 class Mixture:
     """A mixture of experts inside a block; `rows`: one for each token and expert that it is sent to, in one batch of
-    the workload. `experts`: all its experts, with as many rows each."""
+    the workload. `experts`: all its experts, with as many rows each. `num_chosen`: experts of a token."""
 
     module: str  # its path in the model
     block: str
@@ -108,6 +108,7 @@ class Mixture:
     result_bytes: int  # of a row of outputs
     experts: Block
     shares: tuple[float, ...] = ()  # of the rows, by expert, as recorded; empty: unknown
+    num_chosen: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from torch import nn
 from shardwright.checkpoint.step_directories import checkpoint_path
 from shardwright.errors import UserError
 from shardwright.experts.exchange import ParallelExperts
+from shardwright.experts.hosts import HostExperts
 from shardwright.layers.decoder import GPT2, LLAMA
 from shardwright.layers.moe import MoEMLP, MoESpec
 from shardwright.measure.describe import describe
@@ -25,6 +26,7 @@ from shardwright.models.gpt import GPT
 from shardwright.planner.pins import LayerRequest
 from shardwright.planner.plan import make_plan
 from shardwright.runtime.build import build
+from shardwright.runtime.expert_layout import check_experts
 from shardwright.runtime.job import Job
 from shardwright.runtime.planning import plan_single_process
 from shardwright.spec import presets
@@ -46,9 +48,16 @@ def make_model(num_experts: int = 4, form: str = "llama", dtype: torch.dtype = t
 
 
 def with_experts(
-    plan: Plan, axes: tuple[str, ...], groups: int = 1, copies: str = "none", order: str = "balanced"
+    plan: Plan,
+    axes: tuple[str, ...],
+    groups: int = 1,
+    copies: str = "none",
+    order: str = "balanced",
+    exchange: str = "flat",
 ) -> Plan:
-    experts = tuple(ExpertPlan(f"blocks.{block}.mlp", axes, groups, copies, order=order) for block in range(4))
+    experts = tuple(
+        ExpertPlan(f"blocks.{block}.mlp", axes, groups, copies, order=order, exchange=exchange) for block in range(4)
+    )
     return replace(plan, experts=experts, lanes=(*plan.lanes, *EXPERT_LANES))
 
 
@@ -70,6 +79,7 @@ def start_job(stack: ExitStack, plan: Plan, accumulate: int, model: dict, decide
     stack.callback(job.mesh.close)
     for module in job.model.modules():
         exchange = getattr(module, "exchange", None)
+        exchange = exchange.inside if isinstance(exchange, HostExperts) else exchange
         if decide is not None and isinstance(exchange, ParallelExperts):
             exchange.decide = decide
     return job
@@ -126,6 +136,28 @@ def test_split_experts_train_as_in_one_process(ranks, strategy, axes, groups, de
     expected = train(single_plan_of(model), accumulate, {**model, "groups": num_groups})
     answers = ranks.run(plan.num_ranks, train, parallel, accumulate, model, decide)
     check_close(answers, expected, 1e-10)
+
+
+HOST_CASES = [  # strategy, steps inside a host, choice of copies, micro-batches, model
+    ("DDP", 1, None, 1, {}),
+    ("DDP", 2, draw_copies, 2, {"num_experts": 6, "form": "gpt2"}),
+    ("DDP, recomputed", 2, draw_copies, 1, {}),
+    ("HSDP, recomputed, offloaded", 1, None, 1, {}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "groups", "decide", "accumulate", "model"), HOST_CASES)
+def test_tokens_exchanged_by_hosts_train_as_in_one_process(ranks, strategy, groups, decide, accumulate, model):
+    plan, num_groups = PLANS[strategy]
+    copies = "none" if decide is None else "even"
+    parallel = with_experts(plan, BOTH, groups, copies, exchange="hosts")
+    expected = train(single_plan_of(model), accumulate, {**model, "groups": num_groups})
+    check_close(ranks.run(plan.num_ranks, train, parallel, accumulate, model, decide), expected, 1e-10)
+
+
+def test_hosts_need_a_second_axis():
+    with pytest.raises(UserError, match="along data@local only; name another axis, or set exchange to flat"):
+        check_experts(make_model(), with_experts(PLANS["DDP"][0], (LOCAL,), exchange="hosts"))
 
 
 def single_plan_of(model: dict) -> Plan:
@@ -262,6 +294,7 @@ def run_planned(plan: Plan) -> tuple:
     [
         (LayerRequest(1, experts=4, expert_groups=4), "", 4),
         (LayerRequest(1, experts=2, expert_copies="even"), "FSDP", 4),
+        (LayerRequest(1, experts=4, expert_groups=2, expert_copies="even", expert_exchange="hosts"), "DDP", 4),
         (LayerRequest(1, experts=2, expert_groups=2, expert_copies="shadows"), "HSDP + full", 4),
         (LayerRequest(2, 1, experts=2, expert_copies="fastest"), "", 2),
     ],

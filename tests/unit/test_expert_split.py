@@ -63,6 +63,65 @@ def test_large_experts_are_split_and_small_ones_are_not():
     assert reason_of(make_plan(replace(model(), experts=()), cluster_of())) == ""
 
 
+def chosen(num: int, shares: tuple[float, ...] = ()) -> Workload:
+    """The model, with a token's rows for `num` experts."""
+    workload = model(shares=shares)
+    return replace(workload, experts=tuple(replace(mixture, num_chosen=num) for mixture in workload.experts))
+
+
+def test_tokens_with_several_experts_go_by_hosts_over_a_slow_network():
+    """With four experts of eight on two hosts a token has two on the other, and goes there once."""
+    slow, request = cluster_of(hosts=2, local=4, host_rate=1e8), LayerRequest(1, experts=8)
+    result = make_plan(chosen(4), slow, layers=request)
+    assert {part.exchange for part in result.plan.experts} == {"hosts"} and "by hosts" in reason_of(result)
+    flat = make_plan(chosen(4), slow, layers=replace(request, expert_exchange="flat"))
+    assert result.candidate.seconds < 0.75 * flat.candidate.seconds
+    assert {part.exchange for part in make_plan(chosen(1), slow, layers=request).plan.experts} == {"flat"}
+    problem = search.define_problem(chosen(4), slow, 64, result.candidate.problem.precision)
+    assert reprice_plan(problem, result.plan).seconds == pytest.approx(result.candidate.seconds)
+
+
+def test_seconds_between_hosts_by_hand():
+    """Of two experts a token has, with even shares, at least one on a host with probability 3/4."""
+    cluster, request = cluster_of(hosts=2, local=4), LayerRequest(1, experts=8, expert_exchange="hosts")
+    problem = make_plan(chosen(2), cluster, layers=request).candidate.problem
+    part = problem.experts[0]
+    hosts = AxisGroups(cluster, problem.mesh_axes, part.plan.axes[:1])
+    tokens = 64 * 1024 / 8 / 2  # of a rank
+    bytes_ = round(tokens * 0.75 * 4096 * 2)  # an even all-to-all of two ranks keeps half
+    assert part.host_seconds == pytest.approx(group_cost(hosts, "all_to_all", bytes_, sustained=True).seconds)
+    skewed = make_plan(chosen(2, SKEWED), cluster, layers=request).candidate.problem.experts[0]
+    assert skewed.host_seconds > part.host_seconds and skewed.compute_seconds > part.compute_seconds
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (
+            LayerRequest(1, experts=8, expert_exchange="host"),
+            'plan.expert_exchange="host" is unknown; did you mean "hosts"',
+        ),
+        (LayerRequest(1, expert_exchange="flat"), "set plan.experts=2 or more"),
+        (LayerRequest(1, experts=4, expert_exchange="hosts"), "is for experts split over several hosts"),
+    ],
+)
+def test_an_exchange_that_cannot_be_is_refused(request_, message):
+    with pytest.raises(UserError, match=message):
+        make_plan(chosen(2), cluster_of(hosts=2, local=4), layers=request_)
+
+
+def test_the_stages_of_an_exchange_by_hosts():
+    request = LayerRequest(1, experts=8, expert_groups=2, expert_copies="none", expert_exchange="hosts")
+    plan = make_plan(chosen(2), cluster_of(hosts=2, local=4), layers=request).plan
+    plan.verify(chosen(2))
+    bodies = [stage.name for outer in plan.stages for stage in outer.body if stage.name.endswith(" blocks.2.mlp")]
+    hosts, inside = (
+        ["hosts blocks.2.mlp"],
+        [f"{kind} blocks.2.mlp" for kind in ("send", "send", *("experts", "return") * 2)],
+    )
+    assert bodies == [*hosts, *inside, *hosts, *hosts, *inside, "weights blocks.2.mlp", *hosts]
+
+
 def test_experts_that_fit_only_when_split():
     result = make_plan(model(GB), cluster_of(memory=40 * GB), layers=LayerRequest(pipeline=1), dense_strategy="DDP")
     assert result.plan.experts and "do not fit" in reason_of(result)

@@ -124,6 +124,16 @@ def test_share_of_even_routing_is_predicted_from_the_costs(split_run: Path):
     assert "share of even routing, predicted" in page_of(split_run)[0]
 
 
+def test_tokens_by_hosts_show_loads_but_no_bytes_and_no_predictions(tmp_path: Path):
+    workload = made_up_workload()
+    plan = made_up_plan(workload)
+    experts = tuple(replace(e, axes=("data@host", "data@local"), exchange="hosts") for e in plan.experts)
+    folder = write_run(tmp_path / "run", replace(plan, experts=experts), made_up_records(), workload)
+    text, figures = page_of(folder)
+    assert "a token goes to each group along data@host once" in text and "MB of rows" not in text
+    assert {"expert_loads", "expert_imbalance"} <= set(figures) and "expert_roofline" not in figures
+
+
 def test_points_of_the_roofline(split_run: Path):
     workload = made_up_workload()
     calls, mixtures = read_calls(made_up_records(), made_up_plan(workload)), {m.module: m for m in workload.experts}

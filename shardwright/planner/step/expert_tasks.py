@@ -3,7 +3,7 @@
 Forward and backward of a mixture have the same stages, in as many steps as the plan has groups: `send` rows (or their
 gradients) to the ranks of their experts, `experts` on those received, `return` the results. `copy` moves the weights of
 copied experts. In backward, `copy` moves the gradients of copies, whose rows are the first, and `weights`, the
-gradients of weights, are computed last.
+gradients of weights, are computed last. If tokens are exchanged by hosts, `hosts` is first and last.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,16 @@ from shardwright.spec.wire import EXPERT_PART_BYTES
 from shardwright.spec.workload import Block, Mixture, Product
 
 
-def expert_costs(problem: Problem, mixture: Mixture, groups: AxisGroups) -> ExpertCosts:
-    """The costs of one mixture whose experts are split over each of these groups of ranks.
+def expert_costs(problem: Problem, mixture: Mixture, groups: AxisGroups, num_ranks: int = 0) -> ExpertCosts:
+    """The costs of one mixture whose experts are split over each of these groups of ranks, or over `num_ranks` that
+    exchange rows inside these groups.
 
     By the rates of links, scaled so that an exchange with even routing takes as long as an even all-to-all.
     """
     rows = mixture.rows * problem.local_batch_share  # of a rank
-    compute = block_tasks.pass_task(problem, [experts_of_rank(mixture, groups.size)], "forward").seconds_on(0)
+    compute = block_tasks.pass_task(
+        problem, [experts_of_rank(mixture, num_ranks or groups.size)], "forward"
+    ).seconds_on(0)
     row_bytes = (mixture.row_bytes + mixture.result_bytes) / 2
     expert_bytes = mixture.experts.parameter_bytes / mixture.num_experts
     links = [(1, 1 / min(level.bytes_per_second for level in groups.levels)), *_shared_links(groups)]
@@ -80,8 +83,8 @@ def call_seconds(part: SplitExperts) -> tuple[float, float]:
     for step in range(part.plan.groups):
         computed = max(computed, (step + 1) * message) + compute
         link = max(link, computed) + message
-    forward = max(link, computed)
-    return forward, max(forward, computed + part.compute_seconds)
+    forward, hosts = max(link, computed), 2 * part.host_seconds
+    return forward + hosts, max(forward, computed + part.compute_seconds) + hosts
 
 
 def added_seconds(problem: Problem, blocks: Sequence[Block], direction: str) -> float:
@@ -101,19 +104,28 @@ def exchange_stages(
         name, num = part.plan.module, part.plan.groups
         slots = [[f"{prefix}{name}.{kind}.{step}" for step in range(num)] for kind in ("received", "computed", "back")]
         copied = (f"{prefix}{name}.copied",) if part.copy_seconds and not backward else ()
+        by_hosts, written_last = part.plan.exchange == "hosts", outputs if index + 1 == len(parts) else None
+        if by_hosts:
+            there = f"{prefix}{name}.there"
+            yield Stage(f"hosts {name}", EXPERTS, (source,), (there,))
+            source = there
         yield from (Stage(f"send {name}", EXPERTS, (source,), (received,)) for received in slots[0])
         if copied:
             yield Stage(f"copy {name}", COPIES, (source,), copied)
         for step, (received, computed, back) in enumerate(zip(*slots, strict=True)):
             is_last = step + 1 == num
             yield Stage(f"experts {name}", MAIN, (received, *(copied if is_last else ())), (computed,))
-            written = outputs if is_last and index + 1 == len(parts) else (back,)
+            written = written_last if is_last and written_last and not by_hosts else (back,)
             yield Stage(f"return {name}", EXPERTS, (computed,), written)
             source = back
             if backward and step == 0 and part.copy_seconds:
                 yield Stage(f"copy {name}", COPIES, (computed,), (f"{prefix}{name}.copied",))
         if backward:
             yield Stage(f"weights {name}", MAIN, (slots[1][-1],), (f"{prefix}{name}.weights",))
+        if by_hosts:
+            home = f"{prefix}{name}.home"
+            yield Stage(f"hosts {name}", EXPERTS, (source,), written_last or (home,))
+            source = home
 
 
 def without_experts(problem: Problem, block: Block, forward: Task, backward: Task) -> tuple[Task, Task]:
@@ -132,10 +144,15 @@ def exchange_tasks(problem: Problem, block: Block) -> dict[str, Task]:
     tasks, pace = dict[str, Task](), block_tasks.measured_pace(problem, [block], "forward")
     for part in problem.experts_of(block):
         name, (compute, message) = part.plan.module, part.step_seconds
-        groups = AxisGroups(problem.cluster, problem.mesh_axes, part.plan.axes, problem.chunk_ranks)
+        groups, hosts = (
+            AxisGroups(problem.cluster, problem.mesh_axes, axes, problem.chunk_ranks)
+            for axes in (part.plan.row_axes, part.plan.axes[:1])
+        )
         rows = part.mixture.rows * problem.local_batch_share / part.plan.groups
         bytes_ = round(rows * (part.mixture.row_bytes + part.mixture.result_bytes) / 2)
         tasks[f"send {name}"] = tasks[f"return {name}"] = traffic.collective_task(groups, "all_to_all", message, bytes_)
+        if part.host_seconds:
+            tasks[f"hosts {name}"] = traffic.collective_task(hosts, "all_to_all", part.host_seconds, bytes_)
         tasks[f"experts {name}"] = Task(seconds=compute * pace)
         tasks[f"weights {name}"] = Task(seconds=part.compute_seconds * pace)
         if part.copy_seconds:

@@ -37,7 +37,7 @@ PRIVATE_MODE = 0o700  # mode of a run directory that only its owner may read
 CHANGEABLE_KEYS = (
     *("run.resume", "run.directory", "run.private", "ranks", "restarts", "train.overlap"),
     *("plan.cluster", "plan.dense", "plan.pipeline", "plan.micro_batches"),
-    *("plan.experts", "plan.expert_groups", "plan.expert_copies", "plan.routing"),
+    *("plan.experts", "plan.expert_groups", "plan.expert_copies", "plan.expert_exchange", "plan.routing"),
     *("data.workers", "data.prefetch", "data.readers", "data.reader_keys"),
     *("train.publish_every", "train.keep_publications"),
 )

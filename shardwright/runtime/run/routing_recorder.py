@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.experts.exchange import ParallelExperts
+from shardwright.experts.hosts import HostExperts
 from shardwright.layers.gates import DROPPED, Routing
 from shardwright.layers.moe import MoE
 from shardwright.runtime.rank_group import RankGroup
@@ -65,14 +66,14 @@ class _Counter:
             kept = chosen[chosen != DROPPED]
             self._rows_E += torch.bincount(kept, minlength=num_experts).cpu()
             self._dropped += len(chosen) - len(kept)
-            if isinstance(self._exchange, ParallelExperts):
+            if isinstance(self._exchange, ParallelExperts | HostExperts):
                 self._computed_E += torch.from_numpy(self._exchange.computed_E)
             self.num_calls += 1
         return out_NH
 
     def counts(self) -> tuple[Any, ...]:
         """Rows by expert that this rank had, and that it computed, if experts are split; and dropped choices."""
-        computed = self._computed_E.tolist() if isinstance(self._exchange, ParallelExperts) else []
+        computed = self._computed_E.tolist() if isinstance(self._exchange, ParallelExperts | HostExperts) else []
         return self._rows_E.tolist(), computed, self._dropped
 
 
