@@ -50,7 +50,8 @@ TIMEOUT_SECONDS = 3600.0
 def draw_routing(rank: int, num_chosen: int, num_experts: int) -> Routing:
     draw = torch.Generator().manual_seed(rank)
     experts_NK = torch.rand(TOKENS, num_experts, generator=draw).topk(num_chosen, 1).indices
-    return Routing(experts_NK, torch.full((TOKENS, num_chosen), 1 / num_chosen), torch.zeros(1))
+    weights_NK = torch.full((TOKENS, num_chosen), 1 / num_chosen, requires_grad=True)
+    return Routing(experts_NK, weights_NK, torch.zeros(1))
 
 
 def crossing_share(num_chosen: int) -> float:

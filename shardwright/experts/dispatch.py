@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from shardwright.spec.expert_rows import ExpertRowOrder, IntArray, RowRanges, split_experts
+from shardwright.spec.expert_rows import ExpertRowOrder, ExpertRowRanges, IntArray, split_experts
 
 
 def ring_steps(num_ranks: int, num_groups: int, rank: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -87,7 +87,7 @@ def make_dispatch(
     """
     num_ranks, num_experts = order.chosen_RE.shape
     own = range(*split_experts(num_experts, num_ranks)[rank])
-    ranges = RowRanges(order, computed_RE)
+    ranges = ExpertRowRanges(order, computed_RE)
     outgoing, incoming = _Outgoing(ranges, rank), _Incoming(ranges, rank)
     kinds = [(targets, sources, False) for targets, sources in ring_steps(num_ranks, num_groups, rank)]
     has_copies = outgoing.has_copies or incoming.has_copies
@@ -105,7 +105,7 @@ def make_dispatch(
 class _Outgoing:
     """The rows of a rank, by segment and the rank that computes them."""
 
-    def __init__(self, ranges: RowRanges, rank: int) -> None:
+    def __init__(self, ranges: ExpertRowRanges, rank: int) -> None:
         order, own_E = ranges.order, ranges.order.chosen_RE[rank]
         segments, start_RP, self._size_RP = ranges.sent_by(rank)
         experts_P, num_ranks = order.expert_P[segments], len(order.chosen_RE)
@@ -127,7 +127,7 @@ class _Outgoing:
 class _Incoming:
     """The rows that a rank computes, by segment. Each rank sends its own in the order of segments."""
 
-    def __init__(self, ranges: RowRanges, rank: int) -> None:
+    def __init__(self, ranges: ExpertRowRanges, rank: int) -> None:
         order = ranges.order
         start_P, size_P = ranges.computed_by(rank)
         exists_P = size_P > 0

@@ -138,7 +138,7 @@ class _Call:
             assert self._owner.copies is not None
             self._copies = Copies(self._dispatch, own, self._owner.copies)
         own, copies = self._step_numbers(is_copy=False), self._step_numbers(is_copy=True)
-        # Copies' own rows last: until they are computed, the results of all others travel.
+        # The copies' step inside this rank's own group last: until it is computed, the results of all others travel.
         return self._exchange(rows, self._run_experts, [*own, *copies[1:], *copies[:1]], self._send_weights)
 
     def backward(self, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -10,7 +10,7 @@ Shape legend: R ranks, E experts, H hosts.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import inf
+from math import comb, inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,14 +40,14 @@ from shardwright.spec.plan import (
     COPY_POLICIES,
     EXPERT_EXCHANGES,
     CopyPolicy,
-    ExpertExchange,
+    ExpertExchangeMode,
     ExpertPlan,
-    RowOrderName,
+    ExpertRowOrderName,
 )
 from shardwright.spec.workload import Mixture
 
 # The choice of copies takes time in every call: about this for each pair of a rank and an expert, and at all.
-DECISION_SECONDS, DECISION_PAIR_SECONDS = 2e-4, 3e-7
+DECISION_SECONDS, DECISION_PAIR_SECONDS = 7e-4, 3e-7
 SKEW = 1.2  # exponent of the popularity of experts by which their rows are ordered where no routing was recorded
 MAX_DECISION_SHARE = 0.02  # of a call's time, for copies to be considered where no routing was recorded
 
@@ -74,6 +74,13 @@ def check_request(problems: Sequence[Problem], request: LayerRequest) -> None:
             f"plan.experts={num} is no group of neighbouring ranks with different samples; {problem.cluster.name} has "
             f"groups of {', '.join(map(str, sizes)) or 'one rank'}"
         )
+    fitting = [(each, groups) for each in problems for groups in _groups(each) if groups.size == num]
+    if request.expert_exchange == "hosts" and not any(_all_can_go_by_hosts(*each) for each in fitting):
+        axes = " or ".join(dict.fromkeys(", ".join(groups.names) for _, groups in fitting))
+        raise UserError(
+            f'plan.expert_exchange="hosts" needs experts split over two or more axes, and as many on each part of the '
+            f"first; {num} ranks are split over {axes}"
+        )
     if request.expert_groups > num:
         raise UserError(f"plan.expert_groups={request.expert_groups}: plan.experts={num} allows 1 to {num}")
 
@@ -85,8 +92,14 @@ def options(problem: Problem, request: LayerRequest) -> Iterator[tuple[str, ...]
     if request.experts != 1 and problem.workload.experts:
         fewest = min(mixture.num_experts for mixture in problem.workload.experts)
         for groups in _groups(problem):
+            if request.expert_exchange == "hosts" and not _all_can_go_by_hosts(problem, groups):
+                continue
             if groups.size == request.experts or not request.experts and groups.size <= fewest:
                 yield groups.names
+
+
+def _all_can_go_by_hosts(problem: Problem, groups: AxisGroups) -> bool:
+    return all(_can_go_by_hosts(mixture, groups) for mixture in problem.workload.experts)
 
 
 def _groups(problem: Problem) -> Iterator[AxisGroups]:
@@ -120,25 +133,31 @@ def _split_mixture(problem: Problem, mixture: Mixture, groups: AxisGroups, reque
     for exchange in _exchanges(mixture, groups, request):
         empty = ExpertPlan(mixture.module, groups.names, exchange=exchange)
         part, skewed = _exchanging(problem, mixture, empty), _exchanging(problem, mixture, empty, is_skewed=True)
+        if request.expert_groups > part.groups.size:
+            continue
         for num in (request.expert_groups,) if request.expert_groups else (1, part.groups.size):
             for copies in _copy_policies(part, request):
                 order = _order(skewed, num, copies)
                 plans.append(replace(empty, groups=num, copies=copies, costs=part.layer.costs, order=order))
+    if not plans:
+        raise UserError(
+            f"plan.expert_groups={request.expert_groups}: the ranks of a host exchange rows in at most as many steps "
+            "as there are ranks"
+        )
     return min((split_as(problem, plan) for plan in plans), key=lambda part: sum(call_seconds(part)))
 
 
-def _exchanges(mixture: Mixture, groups: AxisGroups, request: LayerRequest) -> Sequence[ExpertExchange]:
-    """By hosts, if they can have as many experts each, and a token several."""
-    num_hosts = replace(groups, names=groups.names[:1]).size
-    can_go_by_hosts = len(groups.names) > 1 and mixture.num_experts % num_hosts == 0
-    if request.expert_exchange == "hosts" and not can_go_by_hosts:
-        raise UserError(
-            f'plan.expert_exchange="hosts" is for experts split over several hosts with as many experts each; '
-            f"{mixture.module} has {mixture.num_experts} over {', '.join(groups.names)}"
-        )
+def _exchanges(mixture: Mixture, groups: AxisGroups, request: LayerRequest) -> Sequence[ExpertExchangeMode]:
+    """By hosts, if a token has several experts."""
     if request.expert_exchange:
         return [exchange for exchange in EXPERT_EXCHANGES if exchange == request.expert_exchange]
-    return EXPERT_EXCHANGES if can_go_by_hosts and mixture.num_chosen > 1 else EXPERT_EXCHANGES[:1]
+    by_hosts = mixture.num_chosen > 1 and _can_go_by_hosts(mixture, groups)
+    return EXPERT_EXCHANGES if by_hosts else EXPERT_EXCHANGES[:1]
+
+
+def _can_go_by_hosts(mixture: Mixture, groups: AxisGroups) -> bool:
+    """Whether the experts are split over several hosts, with as many on each."""
+    return len(groups.names) > 1 and mixture.num_experts % replace(groups, names=groups.names[:1]).size == 0
 
 
 class _Exchanging(NamedTuple):
@@ -151,7 +170,7 @@ class _Exchanging(NamedTuple):
 
 
 def _exchanging(problem: Problem, mixture: Mixture, plan: ExpertPlan, *, is_skewed: bool = False) -> _Exchanging:
-    """Of the ranks of a host those with the most popular experts."""
+    """By hosts, inside the host with the most rows."""
     everyone, groups = (
         AxisGroups(problem.cluster, problem.mesh_axes, axes, problem.chunk_ranks) for axes in (plan.axes, plan.row_axes)
     )
@@ -171,12 +190,16 @@ def _exchanging(problem: Problem, mixture: Mixture, plan: ExpertPlan, *, is_skew
 def _host_seconds(
     problem: Problem, mixture: Mixture, plan: ExpertPlan, rows: float, shares_H: NDArray[np.floating[Any]]
 ) -> float:
-    """A token goes to each host that has one of its experts, which are drawn one by one, with these shares of hosts."""
+    """A token goes to each host that has one of its experts. With even shares its experts are distinct; with recorded
+    ones they are drawn one by one."""
     hosts = AxisGroups(problem.cluster, problem.mesh_axes, plan.axes[:1], problem.chunk_ranks)
-    goes_H = 1 - (1 - shares_H) ** mixture.num_chosen
+    num, elsewhere = mixture.num_chosen, mixture.num_experts - mixture.num_experts // hosts.size
+    goes_H = 1 - (1 - shares_H) ** num
+    if not mixture.shares:
+        goes_H = np.full(hosts.size, 1 - comb(elsewhere, num) / comb(mixture.num_experts, num))
     busiest = max(float(goes_H.sum() - goes_H.min()), (hosts.size - 1) * float(goes_H.max()))
     row_bytes = (mixture.row_bytes + mixture.result_bytes) / 2
-    bytes_ = rows / mixture.num_chosen * busiest * row_bytes * hosts.size / (hosts.size - 1)
+    bytes_ = rows / num * busiest * row_bytes * hosts.size / (hosts.size - 1)
     return group_cost(hosts, "all_to_all", max(1, round(bytes_)), sustained=True).seconds
 
 
@@ -186,7 +209,7 @@ def _shares(mixture: Mixture, *, is_skewed: bool) -> NDArray[np.floating[Any]]:
     return np.array(mixture.shares or popularity_E / popularity_E.sum())
 
 
-def _order(part: _Exchanging, num_steps: int, copies: CopyPolicy) -> RowOrderName:
+def _order(part: _Exchanging, num_steps: int, copies: CopyPolicy) -> ExpertRowOrderName:
     """Shadows are on all ranks, each for its own rows. All others have the same order, so that results with and without
     copies are equal to the bit."""
     return "ranks" if copies == "shadows" else choose_order(part.layer, part.chosen_RE, in_steps=num_steps > 1)

@@ -20,12 +20,12 @@ from shardwright.spec.expert_rows import (
     ORDER_BOUND,
     ROW_ORDERS,
     ExpertRowOrder,
+    ExpertRowRanges,
     IntArray,
-    RowRanges,
     balance_rows,
     rank_order,
 )
-from shardwright.spec.plan import ExpertCosts, ExpertPlan, RowOrderName, SharedLink
+from shardwright.spec.plan import ExpertCosts, ExpertPlan, ExpertRowOrderName, SharedLink
 
 FloatArray = NDArray[np.floating[Any]]
 COMPUTE_PASSES = 3  # forward, gradients of inputs, gradients of weights
@@ -73,8 +73,8 @@ class Assignment:
         return ranks, experts
 
     @cached_property
-    def ranges(self) -> RowRanges:
-        return RowRanges(self.order, self.computed_RE)
+    def ranges(self) -> ExpertRowRanges:
+        return ExpertRowRanges(self.order, self.computed_RE)
 
     def rows_by_link(self, size: int = 1) -> tuple[IntArray, IntArray]:
         """(G,) The rows that each group of `size` consecutive ranks sends to others, and receives, in one exchange."""
@@ -139,27 +139,29 @@ class Assignment:
 
         Forward: an exchange; computation, while weights of copies arrive; an exchange. Backward: an exchange, while
         gradients of the inputs of copies are computed; those of other inputs; those of weights, while results return.
+        Gradients of copied weights travel after those of their inputs are computed.
         """
         (load_R, copied_R), exchange = self._computing, self.exchange_seconds / EXCHANGES
-        arriving = [_by_rank(link, experts[1] * link.send_expert) for link, _, experts in self._traffic]
-        arriving_R = _most_by_rank(arriving)
-        forward = float((np.maximum(load_R - copied_R, arriving_R) + copied_R).max())
-        inputs_R = np.maximum(copied_R, exchange) + load_R - copied_R
-        backward = float((inputs_R + np.maximum(load_R, exchange)).max())
+        moved = max(_most(experts) * link.send_expert for link, _, experts in self._traffic)
+        forward = float((np.maximum(load_R - copied_R, moved * (copied_R > 0)) + copied_R).max())
+        copies_R = np.maximum(copied_R, exchange)
+        backward = float((copies_R + load_R - copied_R + np.maximum(load_R, exchange)).max())
+        backward = max(backward, float(copies_R.max()) + moved)
         return 2 * exchange + forward + backward + self._chain_seconds
 
     @cached_property
     def stepped_seconds(self) -> float:
         """The complete model of a call in steps: computation and messages overlap, those of a link share it.
 
-        Weights of copies thus arrive with the last results, and copies are computed after that; in backward the
-        gradients of all inputs are ready with the last messages, and those of weights follow.
+        Weights of copies thus arrive with the last results, and copies are computed after that; in backward with copies
+        the gradients of all inputs are ready with the last messages, and those of weights follow.
         """
         load_R, copied_R = self._computing
         leaving_R, arriving_R = self._messages
         link_R = np.maximum(leaving_R, arriving_R)
         forward_R, backward_R = np.maximum(link_R, load_R), np.maximum(link_R, 2 * load_R)
         if len(self.copies[0]):
+            arriving_R = np.maximum(arriving_R, leaving_R.max())  # an owner may send several experts
             forward_R = np.maximum(forward_R, (arriving_R + copied_R) * (copied_R > 0))
             backward_R = np.maximum(backward_R, link_R + load_R)
         return float(forward_R.max() + backward_R.max()) + self._chain_seconds
@@ -167,8 +169,13 @@ class Assignment:
     @cached_property
     def overlapped_seconds(self) -> float:
         """The least time if all messages overlap with all computation: in forward, a third of it, and in backward."""
-        (load_R, _), messages = self._computing, float(np.max(self._messages)) + self._chain_seconds
+        (load_R, _), messages = self._computing, self.message_seconds / 2
         return max(messages, float(load_R.max())) + max(messages, 2 * float(load_R.max()))
+
+    @property
+    def message_seconds(self) -> float:
+        """All messages of forward and backward on the busiest link, in its busier direction."""
+        return 2 * float(np.max(self._messages))
 
     @cached_property
     def _messages(self) -> tuple[FloatArray, FloatArray]:
@@ -244,7 +251,7 @@ def shadow_seconds(layer: ExpertLayer, num_shadows: int, most_rows: float) -> fl
 
 
 def assign(
-    layer: ExpertLayer, chosen_RE: IntArray, computed_RE: IntArray | None, order: RowOrderName = "balanced"
+    layer: ExpertLayer, chosen_RE: IntArray, computed_RE: IntArray | None, order: ExpertRowOrderName = "balanced"
 ) -> Assignment:
     """What ranks compute if rows are in this order; None: no copies."""
     if computed_RE is None:
@@ -268,18 +275,18 @@ def copy_candidates(layer: ExpertLayer, order: ExpertRowOrder) -> Iterator[Assig
 
 
 def choose_copies(
-    layer: ExpertLayer, chosen_RE: IntArray, order: RowOrderName | None = None, *, in_steps: bool = False
+    layer: ExpertLayer, chosen_RE: IntArray, order: ExpertRowOrderName | None = None, *, in_steps: bool = False
 ) -> Assignment:
     """The fastest candidate by the complete model; without `order`, in the better one."""
-    names: Sequence[RowOrderName] = [order] if order is not None else [*ROW_ORDERS]
+    names: Sequence[ExpertRowOrderName] = [order] if order is not None else [*ROW_ORDERS]
     orders = [ROW_ORDERS[name](chosen_RE, layer.owners_E) for name in names]
     return _fastest(layer, orders, in_steps=in_steps)
 
 
-def choose_order(layer: ExpertLayer, chosen_RE: IntArray, *, in_steps: bool) -> RowOrderName:
+def choose_order(layer: ExpertLayer, chosen_RE: IntArray, *, in_steps: bool) -> ExpertRowOrderName:
     """The order of rows in which the fastest copies take less time."""
 
-    def seconds(name: RowOrderName) -> float:
+    def seconds(name: ExpertRowOrderName) -> float:
         best = choose_copies(layer, chosen_RE, name, in_steps=in_steps)
         return best.stepped_seconds if in_steps else best.seconds
 

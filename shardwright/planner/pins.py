@@ -56,7 +56,7 @@ class LayerRequest:
 
     `pipeline`: the ranks of a pipeline, 1: none. `experts`: the ranks that experts are split over, 1: all experts on
     every rank. `expert_groups`: steps of their exchange; `expert_copies`: a CopyPolicy; `expert_exchange`: an
-    ExpertExchange.
+    ExpertExchangeMode.
     """
 
     pipeline: int = 0

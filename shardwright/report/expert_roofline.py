@@ -131,7 +131,8 @@ def _group_strategies(recorded: Assignment) -> Iterator[tuple[str, tuple[float, 
         ("shadows, steps", shadows, True),
         ("ours", choose_copies(layer, chosen_RE, in_steps=True), True),
     ):
-        messages = assignment.exchange_seconds + assignment.copy_seconds
+        sequential = assignment.exchange_seconds + assignment.copy_seconds
+        messages = assignment.message_seconds if in_steps else sequential
         seconds = assignment.stepped_seconds if in_steps else assignment.seconds
         yield name, (assignment.compute_seconds, messages, seconds)
 
@@ -188,7 +189,7 @@ def roofline_figure(roofline: Roofline) -> Figure:
     if MEASURED not in points:
         measured = "Nothing is measured: the trace has no complete call of these steps."
     caption = (
-        "Predicted by the complete model from the last recorded steps and the plan's costs; steps with all the overlap "
-        f"that is possible. {measured} Points below the lines lose time to uneven loads."
+        "Predicted by the complete model from the last recorded steps and the plan's costs; in steps, messages overlap "
+        f"with computation. {measured} Points below the lines lose time to uneven loads."
     )
     return Figure("expert_roofline", "DDL-Roofline of the experts", caption, 420, tuple(traces), layout)

@@ -71,7 +71,8 @@ def describe_experts(run: RunRecord) -> ExpertsSection | None:
     text = describe_calls(calls, len({record.step for record in run.routing}))
     if run.config.get("train", {}).get("accumulate", 1) > 1 or run.plan is not None and run.plan.pipeline is not None:
         text += " Rows are sums over the micro-batches of a step."
-    if any(call.assignments for call in chain(*calls.values())) and roofline is None:
+    priced = [call for call in chain(*calls.values()) if call.split is not None and call.split.exchange == "flat"]
+    if any(call.assignments for call in priced) and roofline is None:
         text += " The plan has no costs of experts, so no times are predicted."
     links = link_grid(calls, mixtures, run.plan) if run.plan is not None else None
     return ExpertsSection(text, tuple(figure for figure in figures if figure), summary_grid(calls), links)

@@ -19,7 +19,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.spec.plan import RowOrderName
+from shardwright.spec.plan import ExpertRowOrderName
 
 IntArray = NDArray[np.int64]
 ORDER_BOUND = 1.05  # of a rank's rows over the mean, with the copies that `balanced_order` is made for
@@ -168,12 +168,12 @@ def balance_rows(chosen_RE: IntArray, owners_E: IntArray, bound: float) -> IntAr
     return computed_RE
 
 
-ROW_ORDERS: Mapping[RowOrderName, Callable[[IntArray, IntArray], ExpertRowOrder]] = MappingProxyType(
+ROW_ORDERS: Mapping[ExpertRowOrderName, Callable[[IntArray, IntArray], ExpertRowOrder]] = MappingProxyType(
     {"ranks": rank_order, "balanced": balanced_order}
 )
 
 
-class RowRanges:
+class ExpertRowRanges:
     """The ranges of each expert's rows that every rank computes, from `start_RE` to `end_RE`.
 
     `computed_RE`: rows by the rank that computes them; None: the owner. `computes_RE`: whether there are any.

@@ -19,9 +19,9 @@ ExchangeMode = Literal["vectors", "rows"]
 RecomputePolicy = Literal["nothing", "products"]
 CopyPolicy = Literal["none", "shadows", "even", "fastest"]
 COPY_POLICIES: tuple[CopyPolicy, ...] = get_args(CopyPolicy)
-RowOrderName = Literal["ranks", "balanced"]
-ExpertExchange = Literal["flat", "hosts"]
-EXPERT_EXCHANGES: tuple[ExpertExchange, ...] = get_args(ExpertExchange)
+ExpertRowOrderName = Literal["ranks", "balanced"]
+ExpertExchangeMode = Literal["flat", "hosts"]
+EXPERT_EXCHANGES: tuple[ExpertExchangeMode, ...] = get_args(ExpertExchangeMode)
 # Operators whose outputs a recomputed block saves under RecomputePolicy "products".
 SAVED_PRODUCT_OPS = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution", "grouped_linear"))
 
@@ -217,8 +217,8 @@ class ExpertPlan:
     groups: int = 1
     copies: CopyPolicy = "none"
     costs: ExpertCosts | None = None
-    order: RowOrderName = "ranks"
-    exchange: ExpertExchange = "flat"
+    order: ExpertRowOrderName = "ranks"
+    exchange: ExpertExchangeMode = "flat"
 
     @property
     def row_axes(self) -> tuple[str, ...]:

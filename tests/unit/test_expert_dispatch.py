@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shardwright.experts.dispatch import make_dispatch, ring_steps
 from shardwright.spec.expert_rows import (
     ORDER_BOUND,
-    RowRanges,
+    ExpertRowRanges,
     balance_rows,
     balanced_order,
     owners_of,
@@ -116,7 +116,7 @@ def test_balancing_copies_compute_their_own_rows_first(drawn):
             own = [row for row in computes if row[0] == rank]
             assert len(own) == min(balanced_RE[rank, expert], chosen_RE[rank, expert])
             start += len(computes)
-    ranges = RowRanges(order, computed_RE)
+    ranges = ExpertRowRanges(order, computed_RE)
     between = ranges.rows_between()
     assert (between == ranges.rows_between(is_copy=False) + ranges.rows_between(is_copy=True)).all()
     assert (between.sum(1) == chosen_RE.sum(1)).all()

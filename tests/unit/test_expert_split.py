@@ -82,13 +82,13 @@ def test_tokens_with_several_experts_go_by_hosts_over_a_slow_network():
 
 
 def test_seconds_between_hosts_by_hand():
-    """Of two experts a token has, with even shares, at least one on a host with probability 3/4."""
+    """Of two of eight experts a token has at least one of the four on a host with probability 1 - 4/8 x 3/7."""
     cluster, request = cluster_of(hosts=2, local=4), LayerRequest(1, experts=8, expert_exchange="hosts")
     problem = make_plan(chosen(2), cluster, layers=request).candidate.problem
     part = problem.experts[0]
     hosts = AxisGroups(cluster, problem.mesh_axes, part.plan.axes[:1])
     tokens = 64 * 1024 / 8 / 2  # of a rank
-    bytes_ = round(tokens * 0.75 * 4096 * 2)  # an even all-to-all of two ranks keeps half
+    bytes_ = round(tokens * (1 - 4 / 8 * 3 / 7) * 4096 * 2)  # an even all-to-all of two ranks keeps half
     assert part.host_seconds == pytest.approx(group_cost(hosts, "all_to_all", bytes_, sustained=True).seconds)
     skewed = make_plan(chosen(2, SKEWED), cluster, layers=request).candidate.problem.experts[0]
     assert skewed.host_seconds > part.host_seconds and skewed.compute_seconds > part.compute_seconds
@@ -102,12 +102,23 @@ def test_seconds_between_hosts_by_hand():
             'plan.expert_exchange="host" is unknown; did you mean "hosts"',
         ),
         (LayerRequest(1, expert_exchange="flat"), "set plan.experts=2 or more"),
-        (LayerRequest(1, experts=4, expert_exchange="hosts"), "is for experts split over several hosts"),
+        (LayerRequest(1, experts=4, expert_exchange="hosts"), "4 ranks are split over data@local"),
+        (
+            LayerRequest(1, experts=8, expert_groups=8, expert_exchange="hosts"),
+            "plan.expert_groups=8: the ranks of a host",
+        ),
     ],
 )
 def test_an_exchange_that_cannot_be_is_refused(request_, message):
     with pytest.raises(UserError, match=message):
         make_plan(chosen(2), cluster_of(hosts=2, local=4), layers=request_)
+
+
+def test_a_pipeline_may_leave_two_axes_for_hosts():
+    """Two hosts of four ranks: with a pipeline of two inside a host, four ranks split experts over both axes."""
+    request = LayerRequest(2, 8, experts=4, expert_exchange="hosts")
+    plan = make_plan(chosen(2), cluster_of(hosts=2, local=4), layers=request).plan
+    assert {part.exchange for part in plan.experts} == {"hosts"} and {len(part.axes) for part in plan.experts} == {2}
 
 
 def test_the_stages_of_an_exchange_by_hosts():
