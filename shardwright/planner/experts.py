@@ -24,6 +24,7 @@ from shardwright.spec.expert_rows import (
     IntArray,
     balance_rows,
     rank_order,
+    rows_of_owners,
 )
 from shardwright.spec.plan import ExpertCosts, ExpertPlan, ExpertRowOrderName, SharedLink
 
@@ -215,8 +216,7 @@ def with_shadows(layer: ExpertLayer, chosen_RE: IntArray, experts: Sequence[int]
 
 
 def _shadowed(layer: ExpertLayer, chosen_RE: IntArray, experts: Sequence[int]) -> IntArray:
-    computed_RE = np.zeros_like(chosen_RE)
-    computed_RE[layer.owners_E, np.arange(len(layer.owners))] = chosen_RE.sum(0)
+    computed_RE = rows_of_owners(chosen_RE, layer.owners_E)
     computed_RE[:, list(experts)] = chosen_RE[:, list(experts)]
     return computed_RE
 

@@ -125,6 +125,13 @@ def balanced_order(chosen_RE: IntArray, owners_E: IntArray) -> ExpertRowOrder:
     return ExpertRowOrder(chosen_RE, owners_E, place_RE, *(each[by_expert] for each in columns))
 
 
+def rows_of_owners(chosen_RE: IntArray, owners_E: IntArray) -> IntArray:
+    """(R, E) Rows that each rank computes without copies."""
+    computed_RE = np.zeros_like(chosen_RE)
+    computed_RE[owners_E, np.arange(len(owners_E))] = chosen_RE.sum(0)
+    return computed_RE
+
+
 def balance_rows(chosen_RE: IntArray, owners_E: IntArray, bound: float) -> IntArray:
     """(R, E) Rows that each rank computes if copies are made so that no rank computes more than `bound` times the mean,
     rounded up.
@@ -182,8 +189,7 @@ class ExpertRowRanges:
     def __init__(self, order: ExpertRowOrder, computed_RE: IntArray | None) -> None:
         self.order = order
         if computed_RE is None:
-            computed_RE = np.zeros_like(order.chosen_RE)
-            computed_RE[order.owners_E, np.arange(len(order.owners_E))] = order.chosen_RE.sum(0)
+            computed_RE = rows_of_owners(order.chosen_RE, order.owners_E)
         self.start_RE, self.computes_RE = np.zeros_like(computed_RE), computed_RE > 0
         copied_X = np.flatnonzero(self.computes_RE.sum(0) > 1)
         if len(copied_X):
