@@ -20,7 +20,7 @@ from shardwright.planner.experts import (
     decide,
     without_copies,
 )
-from shardwright.spec.expert_rows import ExpertRowOrder, IntArray, balanced_order, rank_order
+from shardwright.spec.expert_rows import BoolArray, ExpertRowOrder, IntArray, balanced_order, rank_order
 from shardwright.spec.plan import CopyPolicy, ExpertCosts, ExpertPlan
 
 CHANNELS, ALPHA, ROWS, EXPERTS_PER_RANK, NUM_CHOSEN = 384, 4, 5760, 2, 2
@@ -33,7 +33,7 @@ GSHARD, ZERO_2, ZERO_3 = "GShard, capacity 1.2", "ZeRO-2", "ZeRO-3"
 COMPUTATION, MESSAGES = "plain, computation", "plain, messages"
 BALANCED, BALANCED_STEPS, BALANCED_OURS = EVEN, f"{EVEN}, steps", f"{EVEN}, ours"
 Policy = CopyPolicy | Literal["EPLB", "LLEP", "quota"]
-Decide = Callable[[ExpertRowOrder], IntArray | None]
+Decide = Callable[[ExpertRowOrder, BoolArray | None], IntArray | None]
 Execution = Literal["exchange", "computation", "messages", "capacity", "zero 2", "zero 3"]
 
 
@@ -104,11 +104,11 @@ def decide_of(side: str, workload: str, number: int, num_ranks: int, costs: Expe
             return None
         case "EPLB":
             previous_RE = counts_of(workload, number, num_ranks, is_previous=True)
-            return lambda order: moe_policies.eplb(order.chosen_RE, previous_RE=previous_RE)
+            return lambda order, _: moe_policies.eplb(order.chosen_RE, previous_RE=previous_RE)
         case "LLEP":
-            return lambda order: moe_policies.llep(order.chosen_RE)
+            return lambda order, _: moe_policies.llep(order.chosen_RE)
         case "quota":
-            return lambda order: moe_policies.quota(order.chosen_RE)
+            return lambda order, _: moe_policies.quota(order.chosen_RE)
         case _:
             return partial(decide, ExpertPlan("moe", (), num_ranks if in_steps else 1, policy, costs))
 
@@ -123,7 +123,7 @@ def assignment_of(side: str, workload: str, number: int, num_ranks: int, costs: 
     layer = ExpertLayer(tuple(expert // EXPERTS_PER_RANK for expert in range(counts_RE.shape[1])), costs)
     policy = decide_of(side, workload, number, num_ranks, costs)
     order = order_rows_of(side)(counts_RE, layer.owners_E)
-    computed_RE = policy(order) if policy is not None else None
+    computed_RE = policy(order, None) if policy is not None else None
     return without_copies(layer, counts_RE) if computed_RE is None else Assignment(layer, order, computed_RE)
 
 

@@ -1,6 +1,7 @@
 """Copies of popular experts on other ranks, for one call: weights go out along a chain of ranks, gradients come back.
 
-Phases: forward   each expert's owner sends its weights to the first rank of the chain, which hands them on
+Phases: forward   each expert's owner sends its weights to the first rank of the chain, which hands them on; not to
+                  ranks that have them already (experts/prefetch.py)
         backward  the first rank of the chain sends the gradient over its rows to the second, which continues it over
                   its own rows, and so on to the owner, whose rows are the last
 
@@ -19,12 +20,11 @@ from torch import Tensor
 
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
-from shardwright.comm.point_to_point import TensorSpec, receive, relay_in_turn, send
+from shardwright.comm.point_to_point import TensorSpec, receive, send
 from shardwright.experts.dispatch import Dispatch
+from shardwright.experts.prefetch import PrefetchedCopies, relay_weights
 from shardwright.experts.weights import CallWeights
 from shardwright.spec.wire import EXPERT_PART_BYTES
-
-RELAY_BYTES = 1 << 18  # of weights that are handed on at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,10 @@ class _Link:
 class Copies:
     """The copies of one call on this rank, and those of its own experts on other ranks. All ranks make it."""
 
-    def __init__(self, dispatch: Dispatch, own: Mapping[str, Tensor], group: Group) -> None:
-        self._dispatch, self._own, self._group = dispatch, own, group
+    def __init__(
+        self, dispatch: Dispatch, own: Mapping[str, Tensor], group: Group, prefetched: PrefetchedCopies | None = None
+    ) -> None:
+        self._dispatch, self._own, self._group, self._prefetched = dispatch, own, group, prefetched
         num = len(dispatch.copied)
         self._buffers = {name: weight.new_empty(num, *weight.shape[1:]) for name, weight in own.items()}
         self.weights = CallWeights(self._buffers, dispatch.sizes(is_copy=True))
@@ -59,18 +61,17 @@ class Copies:
 
     def send_weights(self) -> Pending[None]:
         """Issue the copying of weights; `wait()` returns once this rank's copies have them."""
-        pending: list[Pending[None]] = []
-        for expert, owner, ranks in self._dispatch.chains:
-            if self._group.index in (owner, *ranks):
-                weights = [rows[self._index(expert)].view(-1) for rows in self._rows(expert).values()]
-                parts = [part for weight in weights for part in weight.split(RELAY_BYTES // weight.itemsize)]
-                pending.append(relay_in_turn(parts, (owner, *ranks), self._group))
+        prefetched, chains = self._prefetched, self._dispatch.chains
+        missing = relay_weights(prefetched.missing(chains) if prefetched else chains, self._weights_of, self._group)
 
-        def wait() -> None:
-            for work in pending:
-                work.wait()
+        def take(_: None) -> None:
+            if prefetched is not None:
+                prefetched.wait()
+                for expert in self._dispatch.copied:
+                    for weight, received in zip(self._weights_of(expert), prefetched.take(expert) or (), strict=False):
+                        weight.copy_(received)
 
-        return Pending(wait)
+        return missing.then(take)
 
     def receive_gradients(self) -> None:
         """Issue the receiving of gradients over the rows of the ranks before this one."""
@@ -106,13 +107,11 @@ class Copies:
         for pending in self._sent:
             pending.wait()
 
-    def _rows(self, expert: int) -> Mapping[str, Tensor]:
-        return self._own if expert in self._dispatch.own else self._buffers
-
-    def _index(self, expert: int) -> int:
-        """The position of an expert among those of this rank, or among its copies."""
-        own = self._dispatch.own
-        return own.index(expert) if expert in own else self._dispatch.copied.index(expert)
+    def _weights_of(self, expert: int) -> list[Tensor]:
+        """Of one of this rank's experts, or of a copy."""
+        if expert in self._dispatch.own:
+            return [weight[self._dispatch.own.index(expert)] for weight in self._own.values()]
+        return [weight[self._dispatch.copied.index(expert)] for weight in self._buffers.values()]
 
     def _make_links(self) -> Iterator[_Link]:
         for expert, owner, ranks in self._dispatch.chains:

@@ -29,17 +29,18 @@ from shardwright.comm.pending import Pending
 from shardwright.comm.point_to_point import receive_into, send_in_turn
 from shardwright.experts.copies import Copies
 from shardwright.experts.dispatch import Dispatch, Step, make_dispatch
+from shardwright.experts.prefetch import CopyHistory, PrefetchedCopies
 from shardwright.experts.weights import CallWeights
 from shardwright.layers.gates import Routing
 from shardwright.layers.moe import combine_rows, gather_rows, order_by_expert
-from shardwright.spec.expert_rows import ExpertRowOrder, IntArray, owners_of, rank_order
+from shardwright.spec.expert_rows import BoolArray, ExpertRowOrder, IntArray, owners_of, rank_order
 from shardwright.spec.lanes import MAIN
 from shardwright.step.inner import InnerStage, InnerStages
 from shardwright.step.slots import Slots, accesses, issues
 from shardwright.step.tracer import Tracer
 
 Ranges = Sequence[tuple[int, slice]]  # of rows, by rank
-Decide = Callable[[ExpertRowOrder], IntArray | None]
+Decide = Callable[[ExpertRowOrder, BoolArray | None], IntArray | None]
 Compute = Callable[[int, Step, Tensor], Tensor]  # the rows to return, of a step's number, the step and rows received
 
 
@@ -54,9 +55,10 @@ def _identity(x: Tensor) -> Tensor:
 class ParallelExperts:
     """The exchange of a mixture whose experts are split over the ranks of `group`; `name`: of the mixture, in events.
 
-    `num_groups`: steps of an exchange. `decide`: from the rows of each expert by the rank that has them, the rows that
-    each rank computes; None: no copies. `copies`: the same ranks, on the lane of copies. `tracer`: of the stage inside
-    which the model runs. `computed_E`: rows that this rank computed in the last call.
+    `num_groups`: steps of an exchange. `decide`: from the rows of each expert by the rank that has them, and the copies
+    that were prefetched, the rows that each rank computes; None: no copies. `copies`: the same ranks, on the lane of
+    copies. `tracer`: of the stage inside which the model runs. `computed_E`: rows that this rank computed in the last
+    call.
     """
 
     def __init__(self, name: str, group: Group, num_groups: int = 1) -> None:
@@ -67,18 +69,35 @@ class ParallelExperts:
         self.tracer: Tracer | None = None
         self.computed_E: IntArray = np.zeros(0, np.int64)
         self._calls = _CallsByNumber()
+        self._history = CopyHistory()
+        self._prefetched: PrefetchedCopies | None = None
+
+    def prefetch(self, experts: nn.Module) -> None:
+        """Send the copies of the last call before the gate has chosen. `end_prefetch` follows the call."""
+        if self.copies is not None and self._history.is_steady:
+            own = {name: weight.detach() for name, weight in experts.named_parameters()}
+            self._prefetched = self._history.prefetch(own, self.copies)
+
+    def end_prefetch(self) -> None:
+        """Weights that no call has used may be changed now."""
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is not None:
+            prefetched.wait()
 
     def forward(self, experts: nn.Module, tokens_NC: Tensor, routing: Routing, num_experts: int) -> Tensor:
         by_expert, sizes_E = order_by_expert(routing.experts_NK.flatten(), num_experts)
         counts = collective.all_gather(sizes_E.unsqueeze(0), [1] * self.group.size, self.group)
         chosen_RE = counts.wait().numpy()
         order = self.order_rows(chosen_RE, owners_of(num_experts, self.group.size))
-        computed_RE = self.decide(order) if self.decide is not None else None
+        prefetched, self._prefetched = self._prefetched, None
+        prefetched_RE = prefetched.pairs(*chosen_RE.shape) if prefetched is not None else None
+        computed_RE = self.decide(order, prefetched_RE) if self.decide is not None else None
         dispatch = make_dispatch(order, self.group.index, self.num_groups, computed_RE)
         self.computed_E = dispatch.computed(num_experts)
         sent = by_expert[torch.from_numpy(dispatch.order)]
         rows = gather_rows(tokens_NC, sent, routing.experts_NK.shape[1])
-        call = _Call(self, experts, dispatch)
+        self._history.add(dispatch)
+        call = _Call(self, experts, dispatch, prefetched)
         out = _Exchange.apply(self._calls, call, rows, *experts.parameters())
         return combine_rows(out, sent, routing)  # pyright: ignore[reportArgumentType]
 
@@ -122,8 +141,10 @@ class _Exchange(torch.autograd.Function):
 class _Call:
     """One call of the experts, forward and backward."""
 
-    def __init__(self, owner: ParallelExperts, experts: nn.Module, dispatch: Dispatch) -> None:
-        self._owner, self._experts, self._dispatch = owner, experts, dispatch
+    def __init__(
+        self, owner: ParallelExperts, experts: nn.Module, dispatch: Dispatch, prefetched: PrefetchedCopies | None
+    ) -> None:
+        self._owner, self._experts, self._dispatch, self._prefetched = owner, experts, dispatch, prefetched
         self._stages = InnerStages()
         self._trains = False
         self._graphs: dict[int, tuple[GradientEdge, GradientEdge]] = {}  # by step: of the experts' inputs and outputs
@@ -136,10 +157,14 @@ class _Call:
         self._own = CallWeights(own, self._dispatch.sizes(is_copy=False))
         if self._dispatch.chains:
             assert self._owner.copies is not None
-            self._copies = Copies(self._dispatch, own, self._owner.copies)
+            self._copies = Copies(self._dispatch, own, self._owner.copies, self._prefetched)
         own, copies = self._step_numbers(is_copy=False), self._step_numbers(is_copy=True)
         # The copies' step inside this rank's own group last: until it is computed, the results of all others travel.
-        return self._exchange(rows, self._run_experts, [*own, *copies[1:], *copies[:1]], self._send_weights)
+        out = self._exchange(rows, self._run_experts, [*own, *copies[1:], *copies[:1]], self._send_weights)
+        if self._prefetched is not None:
+            self._prefetched.wait()
+            self._prefetched = None
+        return out
 
     def backward(self, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The gradients of the rows and of the weights."""

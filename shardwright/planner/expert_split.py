@@ -228,7 +228,7 @@ def split_as(problem: Problem, plan: ExpertPlan) -> SplitExperts:
         plan=plan,
         mixture=mixture,
         own_bytes=own,
-        copied_bytes=0.0 if computed_RE is None else own,  # balancing gives a rank at most as many copies
+        copied_bytes=0.0 if computed_RE is None else 2 * own,  # as many prefetched ones, and as many others, at most
         compute_seconds=assignment.compute_seconds / COMPUTE_PASSES,
         even_seconds=mixture.rows * problem.local_batch_share * layer.costs.compute_row,
         message_seconds=assignment.exchange_seconds / EXCHANGES,

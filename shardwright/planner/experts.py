@@ -6,11 +6,11 @@ gradients; rows that are computed where they are need none. Equation numbers are
 Shape legend: R ranks, E experts, G groups of ranks that share a link.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from shardwright.errors import UserError
 from shardwright.spec.expert_rows import (
     ORDER_BOUND,
     ROW_ORDERS,
+    BoolArray,
     ExpertRowOrder,
     ExpertRowRanges,
     IntArray,
@@ -29,11 +30,12 @@ from shardwright.spec.expert_rows import (
 from shardwright.spec.plan import ExpertCosts, ExpertPlan, ExpertRowOrderName, SharedLink
 
 FloatArray = NDArray[np.floating[Any]]
+Directions = tuple[FloatArray, FloatArray]  # seconds of messages that leave a rank, and that arrive
 COMPUTE_PASSES = 3  # forward, gradients of inputs, gradients of weights
 EXCHANGES = 4  # of rows: there and back, forward and backward
 TRANSFERS = 2  # of an expert: its weights, their gradients
 NO_COSTS = ExpertCosts(0.0, 0.0, 0.0)
-BOUNDS = (1.0, ORDER_BOUND, 1.2, 1.5)  # of a rank's rows over the mean, that copies are tried for
+BOUNDS = (1.0, ORDER_BOUND, 1.2)  # of a rank's rows over the mean, that copies are tried for
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,24 @@ class ExpertLayer:
         return np.array(self.owners)
 
 
+class _LinkTraffic(NamedTuple):
+    """What passes a link, by group of ranks: what leaves, and what arrives. Experts, as weights and as gradients."""
+
+    link: SharedLink
+    rows: tuple[IntArray, IntArray]
+    weights: tuple[IntArray, IntArray]
+    gradients: tuple[IntArray, IntArray]
+
+
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """How many rows of each expert every rank computes: a range of the rows in their order."""
+    """How many rows of each expert every rank computes: a range of the rows in their order. `prefetched_RE`: the copies
+    that ranks have before the call."""
 
     layer: ExpertLayer
     order: ExpertRowOrder
     computed_RE: IntArray
+    prefetched_RE: BoolArray | None = None
 
     @property
     def chosen_RE(self) -> IntArray:
@@ -83,10 +96,13 @@ class Assignment:
         sent_G, received_G = (_by_group(rows_RE.sum(1), size) for rows_RE in (self.chosen_RE, self.computed_RE))
         return sent_G - local_G, received_G - local_G
 
-    def experts_by_link(self, size: int = 1) -> tuple[IntArray, IntArray]:
+    def experts_by_link(self, size: int = 1, *, only_missing: bool = False) -> tuple[IntArray, IntArray]:
         """(G,) The experts that each group of `size` consecutive ranks sends to others, and receives: a chain of ranks
-        hands each copied expert on."""
+        hands each copied expert on. `only_missing`: those that were not prefetched."""
         ranks, experts = self.copies
+        if only_missing and self.prefetched_RE is not None:
+            is_missing = ~self.prefetched_RE[ranks, experts]
+            ranks, experts = ranks[is_missing], experts[is_missing]
         by_chain = np.argsort(experts * len(self.loads_R) + self.order.place_RE[ranks, experts])
         to, experts = ranks[by_chain], experts[by_chain]
         source = self.order.owners_E[experts]
@@ -106,21 +122,33 @@ class Assignment:
         return COMPUTE_PASSES * float(self.loads_R.max(initial=0)) * self.layer.costs.compute_row
 
     @cached_property
-    def _traffic(self) -> list[tuple[SharedLink, tuple[IntArray, IntArray], tuple[IntArray, IntArray]]]:
-        """By link: rows that leave and arrive, and experts that do."""
+    def _traffic(self) -> list[_LinkTraffic]:
         costs = self.layer.costs
-        links = (SharedLink(1, costs.send_row, costs.send_expert), *costs.shared)
-        return [(link, self.rows_by_link(link.ranks), self.experts_by_link(link.ranks)) for link in links]
+        traffic = list[_LinkTraffic]()
+        for link in (SharedLink(1, costs.send_row, costs.send_expert), *costs.shared):
+            gradients = weights = self.experts_by_link(link.ranks)
+            if self.prefetched_RE is not None:
+                weights = self.experts_by_link(link.ranks, only_missing=True)
+            traffic.append(_LinkTraffic(link, self.rows_by_link(link.ranks), weights, gradients))
+        return traffic
 
     @cached_property
     def exchange_seconds(self) -> float:
         """Equation 2 for all exchanges of rows: in each the busiest link counts."""
-        return EXCHANGES * max(_most(rows) * link.send_row for link, rows, _ in self._traffic)
+        return EXCHANGES * max(_most(each.rows) * each.link.send_row for each in self._traffic)
 
     @cached_property
     def copy_seconds(self) -> float:
         """Weights and their gradients on the busiest link, and the longest chain's last part."""
-        return TRANSFERS * max(_most(num) * link.send_expert for link, _, num in self._traffic) + self._chain_seconds
+        return self._weight_seconds + self._gradient_seconds + self._chain_seconds
+
+    @property
+    def _weight_seconds(self) -> float:
+        return max(_most(each.weights) * each.link.send_expert for each in self._traffic)
+
+    @property
+    def _gradient_seconds(self) -> float:
+        return max(_most(each.gradients) * each.link.send_expert for each in self._traffic)
 
     @cached_property
     def _chain_seconds(self) -> float:
@@ -143,11 +171,11 @@ class Assignment:
         Gradients of copied weights travel after those of their inputs are computed.
         """
         (load_R, copied_R), exchange = self._computing, self.exchange_seconds / EXCHANGES
-        moved = max(_most(experts) * link.send_expert for link, _, experts in self._traffic)
-        forward = float((np.maximum(load_R - copied_R, moved * (copied_R > 0)) + copied_R).max())
+        waits_R = self._traffic[0].weights[1] > 0
+        forward = float((np.maximum(load_R - copied_R, self._weight_seconds * waits_R) + copied_R).max())
         copies_R = np.maximum(copied_R, exchange)
         backward = float((copies_R + load_R - copied_R + np.maximum(load_R, exchange)).max())
-        backward = max(backward, float(copies_R.max()) + moved)
+        backward = max(backward, float(copies_R.max()) + self._gradient_seconds)
         return 2 * exchange + forward + backward + self._chain_seconds
 
     @cached_property
@@ -158,35 +186,51 @@ class Assignment:
         the gradients of all inputs are ready with the last messages, and those of weights follow.
         """
         load_R, copied_R = self._computing
-        leaving_R, arriving_R = self._messages
-        link_R = np.maximum(leaving_R, arriving_R)
-        forward_R, backward_R = np.maximum(link_R, load_R), np.maximum(link_R, 2 * load_R)
-        if len(self.copies[0]):
+        (leaving_R, arriving_R), backward = self._messages
+        link_R = np.maximum(*backward)
+        forward_R = np.maximum(np.maximum(leaving_R, arriving_R), load_R)
+        backward_R = np.maximum(link_R, 2 * load_R)
+        waits_R = self._traffic[0].weights[1] > 0
+        if waits_R.any():
             arriving_R = np.maximum(arriving_R, leaving_R.max())  # an owner may send several experts
-            forward_R = np.maximum(forward_R, (arriving_R + copied_R) * (copied_R > 0))
+            forward_R = np.maximum(forward_R, (arriving_R + copied_R) * waits_R)
+        if len(self.copies[0]):
             backward_R = np.maximum(backward_R, link_R + load_R)
         return float(forward_R.max() + backward_R.max()) + self._chain_seconds
 
     @cached_property
     def overlapped_seconds(self) -> float:
         """The least time if all messages overlap with all computation: in forward, a third of it, and in backward."""
-        (load_R, _), messages = self._computing, self.message_seconds / 2
-        return max(messages, float(load_R.max())) + max(messages, 2 * float(load_R.max()))
+        load, (forward, backward) = float(self._computing[0].max()), map(_busiest, self._messages)
+        return max(forward, load) + max(backward, 2 * load)
 
     @property
     def message_seconds(self) -> float:
         """All messages of forward and backward on the busiest link, in its busier direction."""
-        return 2 * float(np.max(self._messages))
+        return sum(map(_busiest, self._messages))
 
     @cached_property
-    def _messages(self) -> tuple[FloatArray, FloatArray]:
-        """(R,) Seconds of all messages of a pass that leave a rank, and that arrive: rows, results and experts."""
-        leaving, arriving = list[FloatArray](), list[FloatArray]()
-        for link, (sent_G, received_G), (out_G, in_G) in self._traffic:
-            rows_G = (sent_G + received_G) * link.send_row  # rows one way, results the other
-            leaving.append(_by_rank(link, rows_G + out_G * link.send_expert))
-            arriving.append(_by_rank(link, rows_G + in_G * link.send_expert))
-        return _most_by_rank(leaving), _most_by_rank(arriving)
+    def _messages(self) -> tuple[Directions, Directions]:
+        """(R,) Seconds of all messages of forward that leave a rank, and that arrive: rows, results and weights; and of
+        backward, with gradients."""
+        rows = [(sent + received) * each.link.send_row for each in self._traffic for sent, received in [each.rows]]
+
+        def messages(experts: Sequence[tuple[IntArray, IntArray]]) -> Directions:
+            """Rows go one way, results the other."""
+            leaving, arriving = list[FloatArray](), list[FloatArray]()
+            for each, rows_G, (out_G, in_G) in zip(self._traffic, rows, experts, strict=True):
+                leaving.append(_by_rank(each.link, rows_G + out_G * each.link.send_expert))
+                arriving.append(_by_rank(each.link, rows_G + in_G * each.link.send_expert))
+            return _most_by_rank(leaving), _most_by_rank(arriving)
+
+        backward = messages([each.gradients for each in self._traffic])
+        return (
+            backward if self.prefetched_RE is None else messages([each.weights for each in self._traffic])
+        ), backward
+
+
+def _busiest(directions: Directions) -> float:
+    return max(float(each.max()) for each in directions)
 
 
 def _most_by_rank(by_link: Sequence[FloatArray]) -> FloatArray:
@@ -266,12 +310,15 @@ def balance(layer: ExpertLayer, chosen_RE: IntArray, bound: float = 1.0) -> Assi
     return assign(layer, chosen_RE, balance_rows(chosen_RE, layer.owners_E, bound))
 
 
-def copy_candidates(layer: ExpertLayer, order: ExpertRowOrder) -> Iterator[Assignment]:
+def copy_candidates(
+    layer: ExpertLayer, order: ExpertRowOrder, prefetched_RE: BoolArray | None = None
+) -> Iterator[Assignment]:
     """Balancing within each of `BOUNDS`, Algorithm 1's shadows, and no copies; all with rows in this order."""
     for bound in BOUNDS:
-        yield Assignment(layer, order, balance_rows(order.chosen_RE, order.owners_E, bound))
+        computed_RE = balance_rows(order.chosen_RE, order.owners_E, bound, prefetched_RE)
+        yield Assignment(layer, order, computed_RE, prefetched_RE)
     for shadows in dict.fromkeys((tuple(select_shadows(layer, order.chosen_RE)), ())):  # once, if no shadow pays
-        yield Assignment(layer, order, _shadowed(layer, order.chosen_RE, shadows))
+        yield Assignment(layer, order, _shadowed(layer, order.chosen_RE, shadows), prefetched_RE)
 
 
 def choose_copies(
@@ -280,7 +327,7 @@ def choose_copies(
     """The fastest candidate by the complete model; without `order`, in the better one."""
     names: Sequence[ExpertRowOrderName] = [order] if order is not None else [*ROW_ORDERS]
     orders = [ROW_ORDERS[name](chosen_RE, layer.owners_E) for name in names]
-    return _fastest(layer, orders, in_steps=in_steps)
+    return _fastest([each for order in orders for each in copy_candidates(layer, order)], in_steps=in_steps)
 
 
 def choose_order(layer: ExpertLayer, chosen_RE: IntArray, *, in_steps: bool) -> ExpertRowOrderName:
@@ -293,9 +340,9 @@ def choose_order(layer: ExpertLayer, chosen_RE: IntArray, *, in_steps: bool) -> 
     return min(ROW_ORDERS, key=seconds)
 
 
-def _fastest(layer: ExpertLayer, orders: Sequence[ExpertRowOrder], *, in_steps: bool) -> Assignment:
+def _fastest(candidates: Iterable[Assignment], *, in_steps: bool) -> Assignment:
     best, least = None, inf
-    for each in (candidate for order in orders for candidate in copy_candidates(layer, order)):
+    for each in candidates:
         if best is None or each.compute_seconds < least:  # else it is slower whatever its messages take
             seconds = each.stepped_seconds if in_steps else each.seconds
             if best is None or seconds < least:
@@ -304,15 +351,17 @@ def _fastest(layer: ExpertLayer, orders: Sequence[ExpertRowOrder], *, in_steps: 
     return best
 
 
-def decide(plan: ExpertPlan, order: ExpertRowOrder) -> IntArray | None:
-    """How many rows of each expert every rank computes, by the plan's `copies`; None: no copies."""
+def decide(plan: ExpertPlan, order: ExpertRowOrder, prefetched_RE: BoolArray | None = None) -> IntArray | None:
+    """How many rows of each expert every rank computes, by the plan's `copies`; None: no copies. `prefetched_RE`: the
+    copies that ranks have already; shadows are as published whatever they are."""
     layer = ExpertLayer(tuple(order.owners_E.tolist()), plan.costs or NO_COSTS)
     match plan.copies:
         case "none":
             return None
         case "even":
-            return balance_rows(order.chosen_RE, order.owners_E, 1.0)
+            return balance_rows(order.chosen_RE, order.owners_E, 1.0, prefetched_RE)
         case "shadows":
             return _shadowed(layer, order.chosen_RE, select_shadows(layer, order.chosen_RE))
         case "fastest":
-            return _fastest(layer, [order], in_steps=plan.groups > 1).computed_RE
+            candidates = copy_candidates(layer, order, prefetched_RE)
+            return _fastest(candidates, in_steps=plan.groups > 1).computed_RE

@@ -56,6 +56,7 @@ class ExpertLayout:
             self.groups.update((id(parameter), (owners, replicas)) for parameter in owned.shards)
             self.exchanges.append(_make_exchange(experts, moe, mesh))
             moe.exchange = self.exchanges[-1]
+            _prefetch_around(model, experts.module, moe, self.exchanges[-1])
 
 
 def _make_exchange(experts: ExpertPlan, moe: MoE, mesh: Mesh) -> ParallelExperts | HostExperts:
@@ -72,6 +73,17 @@ def _make_exchange(experts: ExpertPlan, moe: MoE, mesh: Mesh) -> ParallelExperts
             f"{moe.num_experts} experts each; plan again"
         )
     return HostExperts(hosts, exchange)
+
+
+def _prefetch_around(model: nn.Module, name: str, moe: MoE, exchange: ParallelExperts | HostExperts) -> None:
+    """Send copies ahead at the start of the innermost module around the mixture that has a forward pass of its own."""
+    inside = exchange.inside if isinstance(exchange, HostExperts) else exchange
+    parts = name.split(".")
+    parents = (model.get_submodule(".".join(parts[:num])) for num in reversed(range(len(parts))))
+    around = next((each for each in parents if not isinstance(each, nn.ModuleList | nn.ModuleDict)), None)
+    if inside.copies is not None and around is not None:
+        around.register_forward_pre_hook(lambda *_: inside.prefetch(moe.experts))
+        around.register_forward_hook(lambda *_: inside.end_prefetch(), always_call=True)
 
 
 def check_experts(model: nn.Module, plan: Plan) -> None:

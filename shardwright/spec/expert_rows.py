@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from shardwright.spec.plan import ExpertRowOrderName
 
 IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
 ORDER_BOUND = 1.05  # of a rank's rows over the mean, with the copies that `balanced_order` is made for
 
 
@@ -132,9 +133,11 @@ def rows_of_owners(chosen_RE: IntArray, owners_E: IntArray) -> IntArray:
     return computed_RE
 
 
-def balance_rows(chosen_RE: IntArray, owners_E: IntArray, bound: float) -> IntArray:
+def balance_rows(
+    chosen_RE: IntArray, owners_E: IntArray, bound: float, prefetched_RE: BoolArray | None = None
+) -> IntArray:
     """(R, E) Rows that each rank computes if copies are made so that no rank computes more than `bound` times the mean,
-    rounded up.
+    rounded up. Copies that ranks have already, `prefetched_RE`, are used first, of a rank as many as it has experts.
 
     The most loaded rank gives rows to the least loaded one, up to the limit, until no rank is above it: the alias
     method of Walker and Vose. Each rank is filled once, by one other, so that it gets at most as many copies as a rank
@@ -144,6 +147,8 @@ def balance_rows(chosen_RE: IntArray, owners_E: IntArray, bound: float) -> IntAr
     kept_E, computed_RE = chosen_RE.sum(0), np.zeros_like(chosen_RE)
     loads_R = np.bincount(owners_E, kept_E, num_ranks).astype(np.int64)
     limit = math.ceil(bound * int(loads_R.sum()) / max(1, num_ranks) - 1e-9)
+    if prefetched_RE is not None:
+        _use_prefetched(prefetched_RE, owners_E, limit, loads_R, kept_E, computed_RE)
     # Lists, since single numbers of arrays are ten times slower to access.
     givers = [(-load, rank) for rank, load in enumerate(loads_R.tolist()) if load > limit]
     takers = [(load, rank) for rank, load in enumerate(loads_R.tolist()) if load < limit]
@@ -173,6 +178,29 @@ def balance_rows(chosen_RE: IntArray, owners_E: IntArray, bound: float) -> IntAr
             heappush(takers, (left, giver))
     computed_RE[owners_E, experts_E] = kept
     return computed_RE
+
+
+def _use_prefetched(
+    prefetched_RE: BoolArray,
+    owners_E: IntArray,
+    limit: int,
+    loads_R: IntArray,
+    kept_E: IntArray,
+    computed_RE: IntArray,
+) -> None:
+    """Move rows from owners above the limit to ranks below it that have a copy; changes the last three."""
+    ranks, experts = np.nonzero(prefetched_RE)
+    room_R = np.full(len(loads_R), np.bincount(owners_E).max())  # for copies
+    by_load = np.argsort(-loads_R[owners_E[experts]], kind="stable")
+    for rank, expert in zip(ranks[by_load].tolist(), experts[by_load].tolist(), strict=True):
+        owner = owners_E[expert]
+        rows = min(loads_R[owner] - limit, limit - loads_R[rank], kept_E[expert])
+        if rows > 0 < room_R[rank]:
+            room_R[rank] -= 1
+            computed_RE[rank, expert] = rows
+            kept_E[expert] -= rows
+            loads_R[owner] -= rows
+            loads_R[rank] += rows
 
 
 ROW_ORDERS: Mapping[ExpertRowOrderName, Callable[[IntArray, IntArray], ExpertRowOrder]] = MappingProxyType(

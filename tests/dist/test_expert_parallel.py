@@ -61,7 +61,7 @@ def with_experts(
     return replace(plan, experts=experts, lanes=(*plan.lanes, *EXPERT_LANES))
 
 
-def draw_copies(order: ExpertRowOrder) -> np.ndarray:
+def draw_copies(order: ExpertRowOrder, _: object) -> np.ndarray:
     """Every row is computed by a drawn rank; the same draw on all ranks."""
     chosen_RE = order.chosen_RE
     draw = np.random.default_rng(int((chosen_RE * np.arange(1, chosen_RE.size + 1).reshape(chosen_RE.shape)).sum()))

@@ -1,5 +1,6 @@
 """Copies of experts: Algorithm 1 of FasterMoE by hand, balancing by hypothesis, and the complete model."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import UserError
+from shardwright.experts.dispatch import make_dispatch
+from shardwright.experts.prefetch import CopyHistory
 from shardwright.planner.experts import (
     Assignment,
     ExpertLayer,
@@ -21,6 +24,7 @@ from shardwright.planner.experts import (
     with_shadows,
     without_copies,
 )
+from shardwright.spec.expert_rows import balance_rows, balanced_order, owners_of
 from shardwright.spec.plan import ExpertCosts, SharedLink
 
 LAYER = ExpertLayer((0, 1, 2), ExpertCosts(compute_row=1.0, send_row=1.0, send_expert=10.0, hand_on=5.0))
@@ -157,3 +161,58 @@ def test_a_shared_card_makes_copies_on_its_own_host_cheaper():
     inside = with_shadows(ExpertLayer((0, 1, 2, 3), costs), chosen, [0])
     assert np.max(inside.experts_by_link()) == 1 and not np.any(inside.experts_by_link(2))
     assert inside.copy_seconds == 2 * 10.0
+
+
+@given(cases(), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_prefetched_copies_are_used_first(case, seed):
+    """All rows are computed, no rank is above the limit, and copies that ranks have already cost no weights."""
+    layer, chosen = case
+    prefetched = np.random.default_rng(seed).random(chosen.shape) < 0.3
+    prefetched[layer.owners_E, np.arange(len(layer.owners))] = False
+    computed = balance_rows(chosen, layer.owners_E, 1.0, prefetched)
+    assert computed.sum(0).tolist() == chosen.sum(0).tolist() and computed.min(initial=0) >= 0
+    assert computed.sum(1).max() <= max(1, math.ceil(chosen.sum() / len(chosen)))
+    order = balanced_order(chosen, layer.owners_E)
+    with_them, without = (Assignment(layer, order, computed, pairs) for pairs in (prefetched, None))
+    ranks, experts = with_them.copies
+    num_missing = int((~prefetched[ranks, experts]).sum())
+    assert with_them.experts_by_link(only_missing=True)[1].sum() == num_missing
+    assert with_them.seconds <= without.seconds and with_them.stepped_seconds <= without.stepped_seconds
+    assert with_them.copy_seconds <= without.copy_seconds
+
+
+def test_a_prefetched_copy_by_hand():
+    """Rank 0 has 60 rows too many; rank 1 has a copy of expert 0 already, so that only gradients are sent."""
+    chosen = np.array([[60, 0, 0], [30, 0, 0], [0, 0, 0]])
+    prefetched = np.zeros((3, 3), np.bool_)
+    prefetched[1, 0] = True
+    computed = balance_rows(chosen, LAYER.owners_E, 1.0, prefetched)
+    assert computed[:, 0].tolist() == [30, 30, 30]
+    both = balance_rows(chosen, LAYER.owners_E, 1.0)
+    assert both[:, 0].tolist() == [30, 30, 30]
+    assigned = Assignment(LAYER, balanced_order(chosen, LAYER.owners_E), computed, prefetched)
+    # One expert leaves rank 0 in forward, instead of two handed on in a chain of one link each; gradients as ever.
+    assert assigned.experts_by_link(only_missing=True) == pytest.approx((np.array([1, 0, 0]), np.array([0, 0, 1])))
+    assert [each.tolist() for each in assigned.experts_by_link()] == [[1, 1, 0], [0, 1, 1]]
+
+
+def test_copies_are_prefetched_while_they_come_again():
+    """A quarter of a call's copies, or more, were made in the call before."""
+    history = CopyHistory()
+    order = balanced_order(np.full((4, 8), 10), owners_of(8, 4))
+
+    def call(*pairs: tuple[int, int]) -> bool:
+        computed = np.zeros((4, 8), np.int64)
+        computed[order.owners_E, np.arange(8)] = 40
+        for rank, expert in pairs:
+            computed[rank, expert], computed[order.owners_E[expert], expert] = 10, 30
+        history.add(make_dispatch(order, 0, 1, computed))
+        return history.is_steady
+
+    assert not call((1, 0), (2, 1), (3, 2), (0, 3))  # the first call: nothing is known
+    assert call((1, 0), (3, 1), (0, 2), (2, 4))  # one of four
+    assert not call((2, 0), (0, 6), (1, 7))
+    assert not call()
+    assert not call((2, 0))
+    assert call((2, 0))

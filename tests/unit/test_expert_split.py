@@ -163,8 +163,9 @@ def test_the_stages_of_an_exchange_are_those_of_a_call():
     names = [stage.name for stage in bodies if stage.name.endswith(" blocks.2.mlp")]
     sends, steps = ["send blocks.2.mlp"] * 4, ["experts blocks.2.mlp", "return blocks.2.mlp"] * 4
     copy = "copy blocks.2.mlp"
-    assert names == [*sends, copy, *steps, *sends, *steps[:2], copy, *steps[2:], "weights blocks.2.mlp"]
+    assert names == [copy, *sends, *steps, *sends, *steps[:2], copy, *steps[2:], "weights blocks.2.mlp"]
     names = [stage.name for stage in bodies]
+    assert names.index(copy) < names.index("forward blocks.2")  # sent before the gate has chosen
     assert names.index("forward blocks.2") < names.index(sends[0]) < names.index("forward blocks.3")
 
 
@@ -217,7 +218,7 @@ def test_seconds_of_a_call_by_hand():
     assert call_seconds(stepped) == (1 + 6 + 1, 1 + 6 + 6)
     assert call_seconds(replace(stepped, compute_seconds=3.0)) == (3 + 3, max(6, 1 + 3 + 3))
     assert call_seconds(replace(stepped, copy_seconds=2.0)) == (max(1 + 6 + 1, 5 + 3), 13)
-    assert call_seconds(replace(stepped, copy_seconds=9.0)) == (3 + 9 + 3, 3 + 9 + 3)
+    assert call_seconds(replace(stepped, copy_seconds=9.0)) == (1 + 6 + 1, 3 + 9 + 3)  # weights were prefetched
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 Forward and backward of a mixture have the same stages, in as many steps as the plan has groups: `send` rows (or their
 gradients) to the ranks of their experts, `experts` on those received, `return` the results. `copy` moves the weights of
-copied experts. In backward, `copy` moves the gradients of copies, whose rows are the first, and `weights`, the
-gradients of weights, are computed last. If tokens are exchanged by hosts, `hosts` is first and last.
+copied experts from the start of the block on (experts/prefetch.py). In backward, `copy` moves the gradients of copies,
+whose rows are the first, and `weights`, the gradients of weights, are computed last. If tokens are exchanged by hosts,
+`hosts` is first and last.
 """
 
 from collections.abc import Iterator, Sequence
@@ -77,14 +78,16 @@ def experts_of_rank(mixture: Mixture, num_ranks: int) -> Block:
 
 def call_seconds(part: SplitExperts) -> tuple[float, float]:
     """Seconds of the stages of a call, forward and backward: on a rank's link one message after the other, and its
-    computation of a step's rows as soon as they are there."""
+    computation of a step's rows as soon as they are there. Weights of copies were prefetched; gradients follow the
+    rows."""
     compute, message = part.step_seconds
-    link, computed = part.plan.groups * message + part.copy_seconds, 0.0  # weights, or their gradients, follow the rows
+    computed, rows = 0.0, part.plan.groups * message
+    forward, backward = rows, rows + part.copy_seconds
     for step in range(part.plan.groups):
         computed = max(computed, (step + 1) * message) + compute
-        link = max(link, computed) + message
-    forward, hosts = max(link, computed), 2 * part.host_seconds
-    return forward + hosts, max(forward, computed + part.compute_seconds) + hosts
+        forward, backward = (max(link, computed) + message for link in (forward, backward))
+    hosts = 2 * part.host_seconds
+    return forward + hosts, max(backward, computed + part.compute_seconds) + hosts
 
 
 def added_seconds(problem: Problem, blocks: Sequence[Block], direction: str) -> float:
@@ -93,6 +96,13 @@ def added_seconds(problem: Problem, blocks: Sequence[Block], direction: str) -> 
     if direction == "forward":
         return sum(call_seconds(part)[0] - part.even_seconds for part in parts)
     return sum(call_seconds(part)[1] - 2 * part.even_seconds for part in parts)
+
+
+def copy_stages(problem: Problem, block: Block, source: str) -> Iterator[Stage]:
+    """The copies of a block's experts, sent once the slot `source` is there."""
+    for part in problem.experts_of(block):
+        if part.copy_seconds:
+            yield Stage(f"copy {part.plan.module}", COPIES, (source,), (f"{part.plan.module}.copied",))
 
 
 def exchange_stages(
@@ -110,8 +120,6 @@ def exchange_stages(
             yield Stage(f"hosts {name}", EXPERTS, (source,), (there,))
             source = there
         yield from (Stage(f"send {name}", EXPERTS, (source,), (received,)) for received in slots[0])
-        if copied:
-            yield Stage(f"copy {name}", COPIES, (source,), copied)
         for step, (received, computed, back) in enumerate(zip(*slots, strict=True)):
             is_last = step + 1 == num
             yield Stage(f"experts {name}", MAIN, (received, *(copied if is_last else ())), (computed,))

@@ -1,0 +1,110 @@
+"""Weights of copies that are sent before the gate has chosen: the copies of the last call.
+
+Popularity changes slowly, so that most copies of a call were made in the call before. Their weights leave at the start
+of the module around the mixture, and travel while its attention is computed. Once the gate has chosen, missing weights
+are sent as without prefetching; those that are not needed are not used.
+
+Shape legend: R ranks; E experts.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from shardwright.comm.mesh import Group
+from shardwright.comm.pending import Pending
+from shardwright.comm.point_to_point import relay_in_turn
+from shardwright.experts.dispatch import Dispatch
+from shardwright.spec.expert_rows import BoolArray
+
+RELAY_BYTES = 1 << 18  # of weights that are handed on at once
+STEADY_SHARE = 0.25  # of a call's copies that were made in the call before, from which on they are prefetched
+Chain = tuple[
+    int, int, tuple[int, ...]
+]  # a copied expert, its owner, and the ranks with copies, in the order of its rows
+
+
+class CopyHistory:
+    """The copies of the last call. `is_steady`: whether enough of them were made in the call before."""
+
+    def __init__(self) -> None:
+        self._chains: Sequence[Chain] = ()
+        self._own = range(0)
+        self.is_steady = False
+
+    def add(self, dispatch: Dispatch) -> None:
+        last, pairs = set(_pairs(self._chains)), set(_pairs(dispatch.chains))
+        self.is_steady = bool(pairs) and len(pairs & last) >= STEADY_SHARE * len(pairs)
+        self._chains, self._own = dispatch.chains, dispatch.own
+
+    def prefetch(self, own: Mapping[str, Tensor], group: Group) -> "PrefetchedCopies":
+        """Send them again; `own`: weights of this rank's experts."""
+        return PrefetchedCopies(self._chains, own, self._own.start, group)
+
+
+class PrefetchedCopies:
+    """Copies of experts, by `chains`, that all ranks know; `own`: the weights of this rank's experts `first` and on."""
+
+    def __init__(self, chains: Sequence[Chain], own: Mapping[str, Tensor], first: int, group: Group) -> None:
+        self._ranks = {expert: ranks for expert, _, ranks in chains}
+        self._received = {
+            expert: [weight.new_empty(weight.shape[1:]) for weight in own.values()]
+            for expert, ranks in self._ranks.items()
+            if group.index in ranks
+        }
+
+        def weights_of(expert: int) -> Iterable[Tensor]:
+            if expert in self._received:
+                return self._received[expert]
+            return (weight[expert - first] for weight in own.values())
+
+        self._pending = relay_weights(chains, weights_of, group)
+
+    def pairs(self, num_ranks: int, num_experts: int) -> BoolArray:
+        """(R, E) Which rank has a copy of which expert."""
+        pairs_RE = np.zeros((num_ranks, num_experts), np.bool_)
+        for rank, expert in _pairs_of(self._ranks.items()):
+            pairs_RE[rank, expert] = True
+        return pairs_RE
+
+    def missing(self, chains: Iterable[Chain]) -> Iterator[Chain]:
+        """Of these chains, the ranks that have no copy yet."""
+        for expert, owner, ranks in chains:
+            if others := tuple(rank for rank in ranks if rank not in self._ranks.get(expert, ())):
+                yield expert, owner, others
+
+    def take(self, expert: int) -> Sequence[Tensor] | None:
+        """The weights of a copy, if this rank has it; once, after `wait`."""
+        return self._received.pop(expert, None)
+
+    def wait(self) -> None:
+        """All ranks of the chains wait, also for copies that are not needed, before other messages on this lane."""
+        self._pending.wait()
+
+
+def relay_weights(
+    chains: Iterable[Chain], weights_of: Callable[[int], Iterable[Tensor]], group: Group
+) -> Pending[None]:
+    """Issue the copying of experts along these chains; `wait()` returns once this rank has them and has handed them on.
+    `weights_of`: of an expert, those of its owner, or where to receive them."""
+    pending: list[Pending[None]] = []
+    for expert, owner, ranks in chains:
+        if group.index in (owner, *ranks):
+            weights = [weight.view(-1) for weight in weights_of(expert)]
+            parts = [part for weight in weights for part in weight.split(RELAY_BYTES // weight.itemsize)]
+            pending.append(relay_in_turn(parts, (owner, *ranks), group))
+
+    def wait() -> None:
+        for work in pending:
+            work.wait()
+
+    return Pending(wait)
+
+
+def _pairs(chains: Iterable[Chain]) -> Iterator[tuple[int, int]]:
+    return _pairs_of((expert, ranks) for expert, _, ranks in chains)
+
+
+def _pairs_of(copies: Iterable[tuple[int, Sequence[int]]]) -> Iterator[tuple[int, int]]:
+    return ((rank, expert) for expert, ranks in copies for rank in ranks)
