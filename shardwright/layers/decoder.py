@@ -20,7 +20,7 @@ NORMS = MappingProxyType({"layer": nn.LayerNorm, "rms": nn.RMSNorm})
 
 @dataclass(frozen=True, slots=True)
 class ExpertForm:
-    """The experts of each block. Fields from `over_chosen` on are passed to `TopKGate` (layers/gates.py).
+    """The experts of each block. Fields from `over_chosen` on are of `TopKGate` (layers/gates.py).
 
     `hidden`: channels inside an expert. `shared`: channels inside the shared expert, applied to every token; 0: none.
     """
@@ -34,6 +34,7 @@ class ExpertForm:
     balance: float = 0.0
     z: float = 0.0
     groups: int = 1
+    random_second: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,8 @@ def make_experts(channels: int, form: DecoderForm, experts: ExpertForm) -> MoE:
         z=experts.z,
         groups=experts.groups,
     )
+    if experts.random_second:
+        gate = gate.with_random_second()
     bias = form.biases == "all"
     shared = MLPS[form.mlp](channels, experts.shared, bias=bias) if experts.shared else None
     return MoE(gate, EXPERTS[form.mlp](experts.num_experts, channels, experts.hidden, bias=bias), shared)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwright.errors import UserError
+from shardwright.layers.draws import draw_uniform
 
-DROPPED = -1  # in place of an expert that had no capacity left
+DROPPED = -1  # in place of an expert that had no capacity left, or of a second choice dropped at random
 
 
 class Routing(NamedTuple):
@@ -35,7 +36,8 @@ class TopKGate(nn.Module):
     before any second choice, and within a choice tokens in order; others are dropped. 0: no limit. `balance` and `z`
     are the coefficients of two auxiliary losses of a group: the load-balancing loss (Switch), E * sum of f_e p_e, where
     f_e is the share of choices of expert e and p_e its mean probability; and the router z-loss (ST-MoE), the mean
-    square of the logarithm of the sum of exponentials of a token's scores.
+    square of the logarithm of the sum of exponentials of a token's scores. `path`: of the gate in its model, set by
+    `build`; random numbers depend on it.
     """
 
     def __init__(
@@ -63,7 +65,21 @@ class TopKGate(nn.Module):
                 raise UserError(f"a gate with {name}={value:g}; wanted {least} or more")
         self.num_chosen, self.over_chosen = num_chosen, over_chosen
         self.capacity, self.balance, self.z, self.groups = capacity, balance, z, groups
+        self.random_second, self.path = False, ""
         self.scores = nn.Linear(channels, num_experts, bias=False)
+
+    def with_random_second(self) -> "TopKGate":
+        """This gate, with GShard's second choice: in training a token keeps it with a probability of twice its weight.
+
+        If dropped, it takes no capacity, and the weight of the first choice stays as it is.
+        """
+        if self.num_chosen != 2 or not self.over_chosen:
+            raise UserError(
+                f"a random second choice with num_chosen={self.num_chosen} and over_chosen={self.over_chosen}; "
+                "wanted 2 and True"
+            )
+        self.random_second = True
+        return self
 
     def forward(self, x_BC: Tensor) -> Routing:
         """(B, C) or (B, ..., C): samples with one token or several."""
@@ -80,8 +96,10 @@ class TopKGate(nn.Module):
         groups = [slice((end - size) * num_tokens, end * num_tokens) for end, size in zip(ends, sizes, strict=True)]
         penalties = [self._penalty(scores_NE[group], experts_NK[group]) for group in groups]
         penalty_B = torch.cat([penalty.expand(size) for penalty, size in zip(penalties, sizes, strict=True)])
-        if self.capacity and not experts_NK.is_meta:
-            kept_NK = torch.cat([self._keep(experts_NK[group]) for group in groups])
+        if (self.capacity or self.random_second) and not experts_NK.is_meta:
+            kept_NK = torch.cat(
+                [self._keep(experts_NK[group], weights_NK[group], number) for number, group in enumerate(groups)]
+            )
             experts_NK, weights_NK = torch.where(kept_NK, experts_NK, DROPPED), torch.where(kept_NK, weights_NK, 0.0)
         return Routing(experts_NK, weights_NK, penalty_B)
 
@@ -105,13 +123,22 @@ class TopKGate(nn.Module):
             penalty = penalty + self.z * scores_NE.logsumexp(1).square().mean()
         return penalty
 
-    def _keep(self, experts_NK: Tensor) -> Tensor:
-        """Whether each choice of a group's tokens is within its expert's capacity."""
+    def _keep(self, experts_NK: Tensor, weights_NK: Tensor, group: int) -> Tensor:
+        """Whether each choice of a group's tokens is kept."""
+        kept_NK = torch.ones_like(experts_NK, dtype=torch.bool)
+        if self.random_second and self.training:
+            draws_N = draw_uniform(len(experts_NK), self.path, group, self.groups).to(experts_NK.device)
+            kept_NK[:, 1] = draws_N < 2 * weights_NK[:, 1].detach()
+        return self._is_within_capacity(torch.where(kept_NK, experts_NK, DROPPED)) if self.capacity else kept_NK
+
+    def _is_within_capacity(self, experts_NK: Tensor) -> Tensor:
+        """Whether each choice of a group's tokens that was not dropped is within its expert's capacity."""
         num = self.scores.out_features
         capacity = math.ceil(self.capacity * experts_NK.numel() / num - 1e-9)
-        by_choice = experts_NK.t().flatten()
+        by_choice = experts_NK.t().flatten() + 1  # dropped choices are the first
         order = by_choice.argsort(stable=True)
-        starts_E = torch.bincount(by_choice, minlength=num).cumsum(0) - torch.bincount(by_choice, minlength=num)
-        places = torch.arange(len(order), device=order.device) - starts_E[by_choice[order]]  # among those of an expert
+        sizes = torch.bincount(by_choice, minlength=num + 1)
+        starts = sizes.cumsum(0) - sizes
+        places = torch.arange(len(order), device=order.device) - starts[by_choice[order]]  # among those of an expert
         kept = torch.empty_like(order, dtype=torch.bool).index_copy(0, order, places < capacity)
-        return kept.view(experts_NK.shape[::-1]).t()
+        return kept.view(experts_NK.shape[::-1]).t() & (experts_NK != DROPPED)

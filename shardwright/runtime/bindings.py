@@ -9,6 +9,7 @@ gradients of all ranks then add up to the gradients of the mean over the global 
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -74,6 +75,7 @@ class StepBindings:
         self.batches = BatchParts(())
         self._parts: Iterator[Batch] = iter(())
         self.outputs: deque[Output] = deque()
+        self.keyed_draws: Callable[[Call], AbstractContextManager[None]] = lambda _: nullcontext()
         self.num_steps = 0
         self.inside_step = False  # whether micro-batches of an unfinished step have run
         self.is_watched = False  # whether the heartbeat reports this rank's stage and step to other ranks
@@ -305,7 +307,7 @@ class StepBindings:
             enabled=self.autocast_dtype == torch.bfloat16,
             cache_enabled=not self.sharded_models,
         )
-        with torch.set_grad_enabled(self.training), autocast:
+        with torch.set_grad_enabled(self.training), autocast, self.keyed_draws(call):
             return run()
 
     def _loss(self, logits: Any, batch: Batch) -> Tensor:
@@ -369,12 +371,13 @@ class StepBindings:
 
         They are stages of their own inside this one (`InnerStages`), and so are the waits for them.
         """
-        if not self.reducers:
+        reducer = self.reducers[chunk] if self.reducers else None
+        if reducer is not None:
+            reducer.begin_backward(overlap=self.overlap, is_last_micro_batch=call.is_last)
+        with self.keyed_draws(call):
             run()
+        if reducer is None:
             return None
-        reducer = self.reducers[chunk]
-        reducer.begin_backward(overlap=self.overlap, is_last_micro_batch=call.is_last)
-        run()
         reducer.end_backward()
         return InFlight(call.stage.name, DENSE, Pending(reducer.finish_reductions), is_single_event=False)
 

@@ -23,7 +23,9 @@ from shardwright.errors import UserError
 from shardwright.kernels.matmul import library_in_use, preferred_library, use_library
 from shardwright.kernels.native import retain_freed_memory
 from shardwright.kernels.reference import num_row_sums
+from shardwright.layers.draws import StepDraws
 from shardwright.layers.embedding import EmbeddingTables, find_tables
+from shardwright.layers.gates import TopKGate
 from shardwright.measure.describe import check_contract, sparse_of
 from shardwright.planner.step.stages import has_host_reduce
 from shardwright.runtime import dense_layout
@@ -64,6 +66,9 @@ def build(
     check_contract(model)
     sparse = sparse_of(model)
     _set_paths(model)
+    for path, module in model.named_modules():
+        if isinstance(module, TopKGate):
+            module.path = path
     if sparse is not None and sparse.optimizer is None and any(weight.requires_grad for weight in sparse.parameters()):
         raise UserError(
             f"{type(model).__name__}.sparse has no optimizer: pass EmbeddingBags(..., optimizer), "
@@ -127,6 +132,8 @@ def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Jo
         autocast_dtype=getattr(torch, plan.dense.dtype),
         overlap=overlap,
     )
+    part, _ = plan.position(mesh.rank, plan.sample_axes)
+    step.keyed_draws = StepDraws(torch.initial_seed(), part, parts).of_call
     user_loop = None
     if not is_single_process(plan) and plan.pipeline is None:
         user_loop = UserLoop(step)

@@ -125,6 +125,8 @@ CASES = [  # strategy, axes of the experts, groups, copies, accumulate, model
     ("HSDP", (LOCAL,), 2, None, 1, {}),
     ("HSDP, recomputed, offloaded", (HOST,), 1, draw_copies, 1, {}),
     ("PP 2 x FSDP 2", (LOCAL,), 2, draw_copies, 1, {}),
+    ("DDP, recomputed", BOTH, 2, draw_copies, 2, {"random_second": True}),
+    ("PP 2 x FSDP 2", (LOCAL,), 1, None, 1, {"random_second": True}),
 ]
 
 

@@ -12,8 +12,11 @@ from torch.nn import functional
 
 from shardwright.errors import UserError
 from shardwright.layers.decoder import LLAMA, DecoderBlock, ExpertForm
+from shardwright.layers.draws import StepDraws, draw_uniform
 from shardwright.layers.gates import DROPPED, TopKGate
 from shardwright.layers.moe import GeluExperts, LinearExperts, MoE, SwiGluExperts
+from shardwright.spec.calls import Call
+from shardwright.spec.plan import Stage
 
 EXACT = {"rtol": 0, "atol": 1e-10}
 
@@ -142,6 +145,48 @@ def test_capacity_takes_first_choices_first_then_tokens_in_order(samples, length
                 assert weights[token, choice] == (all_weights[token, choice] if is_kept else 0)
 
 
+@pytest.mark.parametrize("capacity", [0.0, 0.8])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gshard_keeps_the_second_choice_with_twice_its_weight(capacity, groups):
+    """With a key, the draws of group g of G are those of rank g of G; a dropped choice takes no capacity."""
+    gate = randomize(TopKGate(3, 4, 2, capacity=capacity, groups=groups)).with_random_second()
+    gate.path = "blocks.1.mlp.gate"
+    x, call = draw(200, 2, 3, seed=2), Call(Stage("forward", "main", (), ()), step=7, micro=1)
+    with StepDraws(11, 0).of_call(call):
+        experts, weights, _ = gate(x)
+    wanted, all_weights, _ = randomize(TopKGate(3, 4, 2))(x)
+    num_second = 0
+    for group in range(groups):
+        tokens = range(400 * group // groups, 400 * (group + 1) // groups)
+        with StepDraws(11, group).of_call(call):
+            draws = draw_uniform(len(tokens), gate.path)
+        limit, taken = math.ceil(capacity * len(tokens) * 2 / 4) if capacity else len(tokens), [0] * 4
+        for choice in range(2):
+            for token, number in zip(tokens, draws, strict=True):
+                expert = int(wanted[token, choice])
+                is_kept = bool(choice == 0 or number < 2 * all_weights[token, 1].detach()) and taken[expert] < limit
+                taken[expert] += is_kept
+                num_second += is_kept and choice == 1
+                assert experts[token, choice] == (expert if is_kept else DROPPED)
+                assert weights[token, choice] == (all_weights[token, choice] if is_kept else 0)
+    expected = float(2 * all_weights[:, 1].detach().sum())
+    assert capacity or abs(num_second - expected) < 4 * (0.25 * 400) ** 0.5  # four standard deviations at most
+
+
+def test_random_second_choices_depend_on_the_step_and_the_layer_not_on_evaluation():
+    gate, x = randomize(TopKGate(3, 4, 2)).with_random_second(), draw(50, 1, 3, seed=2)
+
+    def second(step: int, path: str = "a") -> list[int]:
+        gate.path = path
+        with StepDraws(1, 0).of_call(Call(Stage("forward", "main", (), ()), step)):
+            return gate(x).experts_NK[:, 1].tolist()
+
+    assert second(0) == second(0) != second(1)
+    assert second(0) != second(0, "b")
+    gate.eval()
+    assert DROPPED not in second(0)
+
+
 @pytest.mark.parametrize("kind", [GeluExperts, SwiGluExperts])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("capacity", [0.0, 1.0])
@@ -257,6 +302,10 @@ def test_layers_of_transformers_give_the_same_outputs(shape):
         (lambda: TopKGate(4, 3, 4), "a gate that chooses 4 of 3 experts; wanted 1 to 3"),
         (lambda: TopKGate(4, 3, 1, capacity=-1), "a gate with capacity=-1; wanted 0 or more"),
         (lambda: TopKGate(4, 3, 1, balance=-0.5), "a gate with balance=-0.5; wanted 0 or more"),
+        (
+            lambda: TopKGate(4, 3, 1).with_random_second(),
+            "a random second choice with num_chosen=1 and over_chosen=True; wanted 2 and True",
+        ),
         (lambda: TopKGate(4, 3, 1, groups=0), "a gate with groups=0; wanted 1 or more"),
     ],
 )
