@@ -19,6 +19,7 @@ NEEDS_LAB = (
     "ingest",
     "moe",
     "moe_hosts",
+    "moe_prefetch",
     "moe_peers",
     "pipeline",
     "precision",

@@ -1,7 +1,7 @@
 """Random numbers of layers that do not depend on the number of ranks: a function of seed, step, and part of the batch.
 
-A job sets a `DrawKey` around each forward and backward pass, where blocks may run again. Without a job, they come from
-torch's default generator.
+A job keys them around each forward and backward pass, where blocks may run again. Without a job they come from torch's
+default generator.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwright.spec.calls import Call
 
 
-class DrawKey(NamedTuple):
+class _Key(NamedTuple):
     """`batch`: of those that a step accumulates; `part`: of that batch, over all ranks and a pipeline's micro-batches,
     in the order of its samples."""
 
@@ -26,35 +26,37 @@ class DrawKey(NamedTuple):
     part: int
 
 
-_current: list[DrawKey] = []  # no ContextVar: autograd's threads for GPUs, which recompute blocks, would not see it
-
-
-@dataclass(frozen=True, slots=True)
 class StepDraws:
-    """`part`: of a batch, that this rank has; `num_parts`: in which a pipeline runs it one after the other."""
+    """The key of a job's numbers. `part`: of a batch, that this rank has; `num_parts`: in which a pipeline runs it."""
 
-    seed: int
-    part: int
-    num_parts: int = 1
+    def __init__(self, seed: int, part: int, num_parts: int = 1) -> None:
+        self._seed, self._part, self._num_parts = seed, part, num_parts
+        self.key: _Key | None = None
 
     @contextmanager
     def of_call(self, call: Call) -> Iterator[None]:
         """Within this context, numbers are those of the call's micro-batch."""
-        batch, part = divmod(call.micro, self.num_parts)
-        _current.append(DrawKey(self.seed, call.step, batch, self.part * self.num_parts + part))
+        batch, part = divmod(call.micro, self._num_parts)
+        self.key = _Key(self._seed, call.step, batch, self._part * self._num_parts + part)
         try:
             yield
         finally:
-            _current.pop()
+            self.key = None
 
 
-def draw_uniform(num: int, name: str, group: int = 0, num_groups: int = 1) -> Tensor:
-    """Numbers in [0, 1), on the CPU, for a layer of this name.
+@dataclass(frozen=True, slots=True)
+class LayerDraws:
+    """The numbers of a layer at a path of the model."""
 
-    `group`: of `num_groups` consecutive parts of the samples, for which one process draws what as many ranks draw."""
-    if not _current:
-        return torch.rand(num, dtype=torch.float64)
-    key = _current[-1]
-    text = repr((name, key.seed, key.step, key.batch, key.part * num_groups + group))
-    seed = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-    return torch.rand(num, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    step: StepDraws | None = None
+    path: str = ""
+
+    def uniform(self, num: int, group: int = 0, num_groups: int = 1) -> Tensor:
+        """Numbers in [0, 1), on the CPU. `group`: of `num_groups` consecutive parts of the samples, for which one
+        process draws what as many ranks draw."""
+        key = self.step.key if self.step is not None else None
+        if key is None:
+            return torch.rand(num, dtype=torch.float64)
+        text = repr((self.path, *key[:-1], key.part * num_groups + group))
+        seed = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+        return torch.rand(num, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

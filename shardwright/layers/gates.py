@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwright.errors import UserError
-from shardwright.layers.draws import draw_uniform
+from shardwright.layers.draws import LayerDraws
 
 DROPPED = -1  # in place of an expert that had no capacity left, or of a second choice dropped at random
 
@@ -36,8 +36,7 @@ class TopKGate(nn.Module):
     before any second choice, and within a choice tokens in order; others are dropped. 0: no limit. `balance` and `z`
     are the coefficients of two auxiliary losses of a group: the load-balancing loss (Switch), E * sum of f_e p_e, where
     f_e is the share of choices of expert e and p_e its mean probability; and the router z-loss (ST-MoE), the mean
-    square of the logarithm of the sum of exponentials of a token's scores. `path`: of the gate in its model, set by
-    `build`; random numbers depend on it.
+    square of the logarithm of the sum of exponentials of a token's scores.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class TopKGate(nn.Module):
                 raise UserError(f"a gate with {name}={value:g}; wanted {least} or more")
         self.num_chosen, self.over_chosen = num_chosen, over_chosen
         self.capacity, self.balance, self.z, self.groups = capacity, balance, z, groups
-        self.random_second, self.path = False, ""
+        self.random_second, self.draws = False, LayerDraws()
         self.scores = nn.Linear(channels, num_experts, bias=False)
 
     def with_random_second(self) -> "TopKGate":
@@ -127,7 +126,7 @@ class TopKGate(nn.Module):
         """Whether each choice of a group's tokens is kept."""
         kept_NK = torch.ones_like(experts_NK, dtype=torch.bool)
         if self.random_second and self.training:
-            draws_N = draw_uniform(len(experts_NK), self.path, group, self.groups).to(experts_NK.device)
+            draws_N = self.draws.uniform(len(experts_NK), group, self.groups).to(experts_NK.device)
             kept_NK[:, 1] = draws_N < 2 * weights_NK[:, 1].detach()
         return self._is_within_capacity(torch.where(kept_NK, experts_NK, DROPPED)) if self.capacity else kept_NK
 

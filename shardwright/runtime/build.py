@@ -23,7 +23,7 @@ from shardwright.errors import UserError
 from shardwright.kernels.matmul import library_in_use, preferred_library, use_library
 from shardwright.kernels.native import retain_freed_memory
 from shardwright.kernels.reference import num_row_sums
-from shardwright.layers.draws import StepDraws
+from shardwright.layers.draws import LayerDraws, StepDraws
 from shardwright.layers.embedding import EmbeddingTables, find_tables
 from shardwright.layers.gates import TopKGate
 from shardwright.measure.describe import check_contract, sparse_of
@@ -66,9 +66,6 @@ def build(
     check_contract(model)
     sparse = sparse_of(model)
     _set_paths(model)
-    for path, module in model.named_modules():
-        if isinstance(module, TopKGate):
-            module.path = path
     if sparse is not None and sparse.optimizer is None and any(weight.requires_grad for weight in sparse.parameters()):
         raise UserError(
             f"{type(model).__name__}.sparse has no optimizer: pass EmbeddingBags(..., optimizer), "
@@ -110,6 +107,8 @@ def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Jo
         use_library(check_agreement(model, plan, options.hottest, options.accumulate, RankGroup(mesh)))
         if sparse is not None:
             shard_tables(sparse, plan, mesh, options.hottest)
+    parts = plan.pipeline.micro_batches if plan.pipeline is not None else 1
+    draws = _key_draws(model, plan, mesh.rank, parts)
     layout = dense_layout.distribute_dense(model, plan, mesh)
     if layout.parameters and options.optimizer is None:
         raise UserError(
@@ -121,7 +120,6 @@ def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Jo
     else:
         announcer = BatchAnnouncer(mesh.group(announced_axes(plan), IDS) if mesh.size > 1 else mesh.alone())
     overlap = options.overlap and not is_single_process(plan)
-    parts = plan.pipeline.micro_batches if plan.pipeline is not None else 1
     step = StepBindings(
         model,
         rank_stages(plan, mesh.rank),
@@ -132,8 +130,7 @@ def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Jo
         autocast_dtype=getattr(torch, plan.dense.dtype),
         overlap=overlap,
     )
-    part, _ = plan.position(mesh.rank, plan.sample_axes)
-    step.keyed_draws = StepDraws(torch.initial_seed(), part, parts).of_call
+    step.keyed_draws = draws.of_call
     user_loop = None
     if not is_single_process(plan) and plan.pipeline is None:
         user_loop = UserLoop(step)
@@ -141,6 +138,16 @@ def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Jo
         state_dtype = getattr(torch, plan.dense.state)
         step.optimizer = layout.make_optimizer(options.optimizer, state_dtype=state_dtype, clip=options.clip)
     return Job(plan, step, overlap=options.overlap, user_loop=user_loop, residuals=layout.residuals)
+
+
+def _key_draws(model: nn.Module, plan: Plan, rank: int, num_parts: int) -> StepDraws:
+    """Let the layers of the model draw what they would draw in one process."""
+    part, _ = plan.position(rank, plan.sample_axes)
+    draws = StepDraws(torch.initial_seed(), part, num_parts)
+    for path, module in model.named_modules():
+        if isinstance(module, TopKGate):
+            module.draws = LayerDraws(draws, path)
+    return draws
 
 
 def _check_stages(model: nn.Module, plan: Plan) -> None:
