@@ -62,11 +62,12 @@ class Copies:
     def send_weights(self) -> Pending[None]:
         """Issue the copying of weights; `wait()` returns once this rank's copies have them."""
         prefetched, chains = self._prefetched, self._dispatch.chains
-        missing = relay_weights(prefetched.missing(chains) if prefetched else chains, self._weights_of, self._group)
+        missing = relay_weights(
+            prefetched.select_missing(chains) if prefetched else chains, self._weights_of, self._group
+        )
 
         def take(_: None) -> None:
             if prefetched is not None:
-                prefetched.wait()
                 for expert in self._dispatch.copied:
                     for weight, received in zip(self._weights_of(expert), prefetched.take(expert) or (), strict=False):
                         weight.copy_(received)
@@ -108,7 +109,7 @@ class Copies:
             pending.wait()
 
     def _weights_of(self, expert: int) -> list[Tensor]:
-        """Of one of this rank's experts, or of a copy."""
+        """The weights of one of this rank's experts or copies."""
         if expert in self._dispatch.own:
             return [weight[self._dispatch.own.index(expert)] for weight in self._own.values()]
         return [weight[self._dispatch.copied.index(expert)] for weight in self._buffers.values()]

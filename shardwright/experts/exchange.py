@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.func import functional_call
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwright.comm import collective
 from shardwright.comm.mesh import Group
@@ -73,16 +74,18 @@ class ParallelExperts:
         self._prefetched: PrefetchedCopies | None = None
 
     def prefetch(self, experts: nn.Module) -> None:
-        """Send the copies of the last call before the gate has chosen. `end_prefetch` follows the call."""
+        """Relay the copies of the last call before the gate has chosen; `end_prefetch` follows the call."""
+        self.end_prefetch()  # after an exception the one before may be left
         if self.copies is not None and self._history.is_steady:
-            own = {name: weight.detach() for name, weight in experts.named_parameters()}
-            self._prefetched = self._history.prefetch(own, self.copies)
+            with _disable_current_modes():
+                own = {name: weight.detach() for name, weight in experts.named_parameters()}
+                self._prefetched = self._history.prefetch(own, self.copies)
 
     def end_prefetch(self) -> None:
-        """Weights that no call has used may be changed now."""
-        prefetched, self._prefetched = self._prefetched, None
-        if prefetched is not None:
-            prefetched.wait()
+        """Wait for prefetched copies that no call has used; the weights may change afterwards."""
+        if self._prefetched is not None:
+            self._prefetched.finish()
+            self._prefetched = None
 
     def forward(self, experts: nn.Module, tokens_NC: Tensor, routing: Routing, num_experts: int) -> Tensor:
         by_expert, sizes_E = order_by_expert(routing.experts_NK.flatten(), num_experts)
@@ -90,7 +93,7 @@ class ParallelExperts:
         chosen_RE = counts.wait().numpy()
         order = self.order_rows(chosen_RE, owners_of(num_experts, self.group.size))
         prefetched, self._prefetched = self._prefetched, None
-        prefetched_RE = prefetched.pairs(*chosen_RE.shape) if prefetched is not None else None
+        prefetched_RE = prefetched.mark_pairs(*chosen_RE.shape) if prefetched is not None else None
         computed_RE = self.decide(order, prefetched_RE) if self.decide is not None else None
         dispatch = make_dispatch(order, self.group.index, self.num_groups, computed_RE)
         self.computed_E = dispatch.computed(num_experts)
@@ -98,7 +101,9 @@ class ParallelExperts:
         rows = gather_rows(tokens_NC, sent, routing.experts_NK.shape[1])
         self._history.add(dispatch)
         call = _Call(self, experts, dispatch, prefetched)
-        out = _Exchange.apply(self._calls, call, rows, *experts.parameters())
+        # Selective checkpointing would match operators by their number, which depends on the copies.
+        with _disable_current_modes():
+            out = _Exchange.apply(self._calls, call, rows, *experts.parameters())
         return combine_rows(out, sent, routing)  # pyright: ignore[reportArgumentType]
 
 
@@ -147,6 +152,7 @@ class _Call:
         self._owner, self._experts, self._dispatch, self._prefetched = owner, experts, dispatch, prefetched
         self._stages = InnerStages()
         self._trains = False
+        self._weights_sent: Pending[None] | None = None
         self._graphs: dict[int, tuple[GradientEdge, GradientEdge]] = {}  # by step: of the experts' inputs and outputs
         self._own, self._copies = CallWeights({}, dispatch.sizes(is_copy=False)), None
 
@@ -161,9 +167,10 @@ class _Call:
         own, copies = self._step_numbers(is_copy=False), self._step_numbers(is_copy=True)
         # The copies' step inside this rank's own group last: until it is computed, the results of all others travel.
         out = self._exchange(rows, self._run_experts, [*own, *copies[1:], *copies[:1]], self._send_weights)
+        if self._weights_sent is not None:
+            self._weights_sent.wait()
         if self._prefetched is not None:
-            self._prefetched.wait()
-            self._prefetched = None
+            self._prefetched.finish()
         return out
 
     def backward(self, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -186,7 +193,7 @@ class _Call:
 
     def _run_experts(self, number: int, step: Step, rows: Tensor) -> Tensor:
         weights = self._weights_of(step)
-        if step.is_copy:
+        if step.is_copy and self._weights_sent is not None:
             self._weights_sent.wait()
         with torch.set_grad_enabled(self._trains):
             inputs = rows.detach().requires_grad_(self._trains)

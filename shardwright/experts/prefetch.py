@@ -20,9 +20,7 @@ from shardwright.spec.expert_rows import BoolArray
 
 RELAY_BYTES = 1 << 18  # of weights that are handed on at once
 STEADY_SHARE = 0.25  # of a call's copies that were made in the call before, from which on they are prefetched
-Chain = tuple[
-    int, int, tuple[int, ...]
-]  # a copied expert, its owner, and the ranks with copies, in the order of its rows
+Chain = tuple[int, int, tuple[int, ...]]  # a copied expert, its owner, the ranks with copies in the order of its rows
 
 
 class CopyHistory:
@@ -39,12 +37,15 @@ class CopyHistory:
         self._chains, self._own = dispatch.chains, dispatch.own
 
     def prefetch(self, own: Mapping[str, Tensor], group: Group) -> "PrefetchedCopies":
-        """Send them again; `own`: weights of this rank's experts."""
+        """Relay the copies of the last call over the group; `own`: weights of this rank's experts."""
         return PrefetchedCopies(self._chains, own, self._own.start, group)
 
 
 class PrefetchedCopies:
-    """Copies of experts, by `chains`, that all ranks know; `own`: the weights of this rank's experts `first` and on."""
+    """Copies relayed over the group, on lane `copies`, along `chains` that all ranks know.
+
+    `own`: the weights of this rank's experts, of which `first` is the first.
+    """
 
     def __init__(self, chains: Sequence[Chain], own: Mapping[str, Tensor], first: int, group: Group) -> None:
         self._ranks = {expert: ranks for expert, _, ranks in chains}
@@ -61,33 +62,38 @@ class PrefetchedCopies:
 
         self._pending = relay_weights(chains, weights_of, group)
 
-    def pairs(self, num_ranks: int, num_experts: int) -> BoolArray:
+    def mark_pairs(self, num_ranks: int, num_experts: int) -> BoolArray:
         """(R, E) Which rank has a copy of which expert."""
         pairs_RE = np.zeros((num_ranks, num_experts), np.bool_)
         for rank, expert in _pairs_of(self._ranks.items()):
             pairs_RE[rank, expert] = True
         return pairs_RE
 
-    def missing(self, chains: Iterable[Chain]) -> Iterator[Chain]:
+    def select_missing(self, chains: Iterable[Chain]) -> Iterator[Chain]:
         """Of these chains, the ranks that have no copy yet."""
         for expert, owner, ranks in chains:
             if others := tuple(rank for rank in ranks if rank not in self._ranks.get(expert, ())):
                 yield expert, owner, others
 
     def take(self, expert: int) -> Sequence[Tensor] | None:
-        """The weights of a copy, if this rank has it; once, after `wait`."""
+        """Wait for the weights of a copy, if this rank has it; once."""
+        self._pending.wait()
         return self._received.pop(expert, None)
 
-    def wait(self) -> None:
-        """All ranks of the chains wait, also for copies that are not needed, before other messages on this lane."""
+    def finish(self) -> None:
+        """Wait for all copies, and free those that are not needed. All ranks do before they send gradients."""
         self._pending.wait()
+        self._received.clear()
 
 
 def relay_weights(
     chains: Iterable[Chain], weights_of: Callable[[int], Iterable[Tensor]], group: Group
 ) -> Pending[None]:
-    """Issue the copying of experts along these chains; `wait()` returns once this rank has them and has handed them on.
-    `weights_of`: of an expert, those of its owner, or where to receive them."""
+    """Issue the relay of experts along these chains, point to point over the group; `wait()` returns once this rank has
+    received them and handed them on.
+
+    `weights_of`: an expert's weights on its owner; on other ranks the tensors that receive them.
+    """
     pending: list[Pending[None]] = []
     for expert, owner, ranks in chains:
         if group.index in (owner, *ranks):

@@ -1,6 +1,6 @@
 """Random numbers of layers that do not depend on the number of ranks: a function of seed, step, and part of the batch.
 
-A job keys them around each forward and backward pass, where blocks may run again. Without a job they come from torch's
+`job.run` keys them around each forward and backward pass, where blocks may run again. Elsewhere they come from torch's
 default generator.
 """
 
@@ -27,17 +27,20 @@ class _Key(NamedTuple):
 
 
 class StepDraws:
-    """The key of a job's numbers. `part`: of a batch, that this rank has; `num_parts`: in which a pipeline runs it."""
+    """The key of a job's numbers; the seed is that of torch's default generator, which checkpoints restore.
 
-    def __init__(self, seed: int, part: int, num_parts: int = 1) -> None:
-        self._seed, self._part, self._num_parts = seed, part, num_parts
+    `part`: this rank's, of a batch; `num_parts`: in which a pipeline runs it.
+    """
+
+    def __init__(self, part: int, num_parts: int = 1) -> None:
+        self._part, self._num_parts = part, num_parts
         self.key: _Key | None = None
 
     @contextmanager
-    def of_call(self, call: Call) -> Iterator[None]:
-        """Within this context, numbers are those of the call's micro-batch."""
+    def keyed(self, call: Call) -> Iterator[None]:
+        """Within this context, numbers are those of the call's micro-batch; a second call of a layer repeats them."""
         batch, part = divmod(call.micro, self._num_parts)
-        self.key = _Key(self._seed, call.step, batch, self._part * self._num_parts + part)
+        self.key = _Key(torch.initial_seed(), call.step, batch, self._part * self._num_parts + part)
         try:
             yield
         finally:
@@ -52,8 +55,11 @@ class LayerDraws:
     path: str = ""
 
     def uniform(self, num: int, group: int = 0, num_groups: int = 1) -> Tensor:
-        """Numbers in [0, 1), on the CPU. `group`: of `num_groups` consecutive parts of the samples, for which one
-        process draws what as many ranks draw."""
+        """Numbers in [0, 1), on the CPU.
+
+        `group`: one of `num_groups` consecutive parts of the samples; in one process it has the same numbers as one of
+        that many ranks.
+        """
         key = self.step.key if self.step is not None else None
         if key is None:
             return torch.rand(num, dtype=torch.float64)

@@ -34,6 +34,7 @@ from shardwright.planner.pins import LayerRequest
 from shardwright.planner.price.axis_groups import AxisGroups, group_cost
 from shardwright.planner.problem import Problem, SplitExperts
 from shardwright.planner.search import Candidate
+from shardwright.planner.step import block_tasks
 from shardwright.planner.step.expert_tasks import call_seconds, expert_costs
 from shardwright.spec.expert_rows import ROW_ORDERS, IntArray, owners_of
 from shardwright.spec.plan import (
@@ -117,12 +118,13 @@ def split(problem: Problem, axes: tuple[str, ...], request: LayerRequest) -> Pro
         return problem
     groups = AxisGroups(problem.cluster, problem.mesh_axes, axes, problem.chunk_ranks)
     parts: list[SplitExperts] = []
-    by_sizes: dict[Mixture, SplitExperts] = {}  # most mixtures of a model differ only in their names
+    by_sizes: dict[tuple[Mixture, bool], SplitExperts] = {}  # most mixtures of a model differ only in their names
     for mixture in problem.workload.experts:
         sizes = replace(mixture, module="", block="", experts=replace(mixture.experts, name=""))
-        if sizes not in by_sizes:
-            by_sizes[sizes] = _split_mixture(problem, mixture, groups, request)
-        part = by_sizes[sizes]
+        key = sizes, _can_prefetch(problem, mixture)
+        if key not in by_sizes:
+            by_sizes[key] = _split_mixture(problem, mixture, groups, request)
+        part = by_sizes[key]
         parts.append(replace(part, mixture=mixture, plan=replace(part.plan, module=mixture.module)))
     return replace(problem, experts=tuple(parts))
 
@@ -224,18 +226,37 @@ def split_as(problem: Problem, plan: ExpertPlan) -> SplitExperts:
     computed_RE = decide(plan, ROW_ORDERS[plan.order](chosen_RE, layer.owners_E))
     assignment = assign(layer, chosen_RE, computed_RE, plan.order)
     own = max(np.bincount(layer.owners)) * mixture.experts.parameter_bytes / mixture.num_experts
+    even, copying = (
+        mixture.rows * problem.local_batch_share * layer.costs.compute_row,
+        assignment.copy_seconds / TRANSFERS,
+    )
     return SplitExperts(
         plan=plan,
         mixture=mixture,
         own_bytes=own,
         copied_bytes=0.0 if computed_RE is None else 2 * own,  # as many prefetched ones, and as many others, at most
         compute_seconds=assignment.compute_seconds / COMPUTE_PASSES,
-        even_seconds=mixture.rows * problem.local_batch_share * layer.costs.compute_row,
+        even_seconds=even,
         message_seconds=assignment.exchange_seconds / EXCHANGES,
-        copy_seconds=assignment.copy_seconds / TRANSFERS,
+        copy_seconds=copying,
+        late_copy_seconds=max(0.0, copying - _seconds_before(problem, mixture, even)),
         latency=group_cost(groups, "all_to_all", 1).seconds,
         host_seconds=host_seconds,
     )
+
+
+def _can_prefetch(problem: Problem, mixture: Mixture) -> bool:
+    """Whether copies can leave at the start of the block: the mixture is inside it, and the only one."""
+    is_inside = mixture.module.startswith(f"{mixture.block}.")
+    return is_inside and sum(other.block == mixture.block for other in problem.workload.experts) == 1
+
+
+def _seconds_before(problem: Problem, mixture: Mixture, even_seconds: float) -> float:
+    """Forward seconds of the rest of the block, while copies may travel."""
+    if not _can_prefetch(problem, mixture):
+        return 0.0
+    block = next(block for block in problem.workload.blocks if block.name == mixture.block)
+    return max(0.0, block_tasks.pass_task(problem, [block], "forward").seconds_on(0) - even_seconds)
 
 
 def _copy_policies(part: _Exchanging, request: LayerRequest) -> list[CopyPolicy]:

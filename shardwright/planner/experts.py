@@ -9,6 +9,7 @@ Shape legend: R ranks, E experts, G groups of ranks that share a link.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import inf
 from typing import Any, NamedTuple
 
@@ -51,7 +52,8 @@ class ExpertLayer:
 
 
 class _LinkTraffic(NamedTuple):
-    """What passes a link, by group of ranks: what leaves, and what arrives. Experts, as weights and as gradients."""
+    """Rows and experts that pass a link, by group of ranks: pairs of those that leave and those that arrive. Experts
+    pass it as weights in forward, and as gradients in backward."""
 
     link: SharedLink
     rows: tuple[IntArray, IntArray]
@@ -61,8 +63,10 @@ class _LinkTraffic(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """How many rows of each expert every rank computes: a range of the rows in their order. `prefetched_RE`: the copies
-    that ranks have before the call."""
+    """How many rows of each expert every rank computes: a range of the rows in their order.
+
+    `prefetched_RE`: the copies that ranks have before the call.
+    """
 
     layer: ExpertLayer
     order: ExpertRowOrder
@@ -211,8 +215,10 @@ class Assignment:
 
     @cached_property
     def _messages(self) -> tuple[Directions, Directions]:
-        """(R,) Seconds of all messages of forward that leave a rank, and that arrive: rows, results and weights; and of
-        backward, with gradients."""
+        """(R,) Seconds of all messages that leave a rank, and that arrive.
+
+        In forward rows, results and weights of copies, in backward gradients in their place.
+        """
         rows = [(sent + received) * each.link.send_row for each in self._traffic for sent, received in [each.rows]]
 
         def messages(experts: Sequence[tuple[IntArray, IntArray]]) -> Directions:
@@ -313,9 +319,10 @@ def balance(layer: ExpertLayer, chosen_RE: IntArray, bound: float = 1.0) -> Assi
 def copy_candidates(
     layer: ExpertLayer, order: ExpertRowOrder, prefetched_RE: BoolArray | None = None
 ) -> Iterator[Assignment]:
-    """Balancing within each of `BOUNDS`, Algorithm 1's shadows, and no copies; all with rows in this order."""
-    for bound in BOUNDS:
-        computed_RE = balance_rows(order.chosen_RE, order.owners_E, bound, prefetched_RE)
+    """Balancing within each of `BOUNDS`, prefetched copies first or not, Algorithm 1's shadows, and no copies; all with
+    rows in this order."""
+    for bound, first_RE in product(BOUNDS, (None,) if prefetched_RE is None else (prefetched_RE, None)):
+        computed_RE = balance_rows(order.chosen_RE, order.owners_E, bound, first_RE)
         yield Assignment(layer, order, computed_RE, prefetched_RE)
     for shadows in dict.fromkeys((tuple(select_shadows(layer, order.chosen_RE)), ())):  # once, if no shadow pays
         yield Assignment(layer, order, _shadowed(layer, order.chosen_RE, shadows), prefetched_RE)
@@ -352,8 +359,10 @@ def _fastest(candidates: Iterable[Assignment], *, in_steps: bool) -> Assignment:
 
 
 def decide(plan: ExpertPlan, order: ExpertRowOrder, prefetched_RE: BoolArray | None = None) -> IntArray | None:
-    """How many rows of each expert every rank computes, by the plan's `copies`; None: no copies. `prefetched_RE`: the
-    copies that ranks have already; shadows are as published whatever they are."""
+    """How many rows of each expert every rank computes, by the plan's `copies`; None: no copies.
+
+    `prefetched_RE`: the copies that ranks have already; the choice of shadows does not depend on them.
+    """
     layer = ExpertLayer(tuple(order.owners_E.tolist()), plan.costs or NO_COSTS)
     match plan.copies:
         case "none":

@@ -41,8 +41,9 @@ class SplitExperts:
 
     `own_bytes`: weights of a rank's own experts; `copied_bytes`: of the copies that it may hold from forward to
     backward. Seconds of the busiest rank: `compute_seconds` of all its rows in forward, `even_seconds` if routing is
-    even, `message_seconds` of an exchange of rows, `copy_seconds` of moving copied weights, `latency` of a message,
-    `host_seconds` of an exchange of tokens between hosts.
+    even, `message_seconds` of an exchange of rows, `copy_seconds` of moving copied weights, of which
+    `late_copy_seconds` after the gate has chosen, `latency` of a message, `host_seconds` of an exchange of tokens
+    between hosts.
     """
 
     plan: ExpertPlan
@@ -55,6 +56,12 @@ class SplitExperts:
     copy_seconds: float
     latency: float
     host_seconds: float = 0.0
+    late_copy_seconds: float = 0.0
+
+    @property
+    def is_prefetched(self) -> bool:
+        """Whether copies leave at the start of the block."""
+        return self.late_copy_seconds < self.copy_seconds
 
     @property
     def step_seconds(self) -> tuple[float, float]:

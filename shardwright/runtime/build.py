@@ -130,7 +130,7 @@ def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Jo
         autocast_dtype=getattr(torch, plan.dense.dtype),
         overlap=overlap,
     )
-    step.keyed_draws = draws.of_call
+    step.keyed_draws = draws.keyed
     user_loop = None
     if not is_single_process(plan) and plan.pipeline is None:
         user_loop = UserLoop(step)
@@ -143,7 +143,7 @@ def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Jo
 def _key_draws(model: nn.Module, plan: Plan, rank: int, num_parts: int) -> StepDraws:
     """Let the layers of the model draw what they would draw in one process."""
     part, _ = plan.position(rank, plan.sample_axes)
-    draws = StepDraws(torch.initial_seed(), part, num_parts)
+    draws = StepDraws(part, num_parts)
     for path, module in model.named_modules():
         if isinstance(module, TopKGate):
             module.draws = LayerDraws(draws, path)

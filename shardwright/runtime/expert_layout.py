@@ -76,14 +76,18 @@ def _make_exchange(experts: ExpertPlan, moe: MoE, mesh: Mesh) -> ParallelExperts
 
 
 def _prefetch_around(model: nn.Module, name: str, moe: MoE, exchange: ParallelExperts | HostExperts) -> None:
-    """Send copies ahead at the start of the innermost module around the mixture that has a forward pass of its own."""
+    """Prefetch copies at the start of the innermost module around the mixture with a forward pass of its own.
+
+    Not if it has other mixtures: those before this one would have to wait for its copies.
+    """
     inside = exchange.inside if isinstance(exchange, HostExperts) else exchange
     parts = name.split(".")
     parents = (model.get_submodule(".".join(parts[:num])) for num in reversed(range(len(parts))))
-    around = next((each for each in parents if not isinstance(each, nn.ModuleList | nn.ModuleDict)), None)
-    if inside.copies is not None and around is not None:
-        around.register_forward_pre_hook(lambda *_: inside.prefetch(moe.experts))
-        around.register_forward_hook(lambda *_: inside.end_prefetch(), always_call=True)
+    parent = next((each for each in parents if not isinstance(each, nn.ModuleList | nn.ModuleDict)), None)
+    if inside.copies is None or parent is None or sum(isinstance(each, MoE) for each in parent.modules()) > 1:
+        return
+    parent.register_forward_pre_hook(lambda *_: inside.prefetch(moe.experts))
+    parent.register_forward_hook(lambda *_: inside.end_prefetch())
 
 
 def check_experts(model: nn.Module, plan: Plan) -> None:

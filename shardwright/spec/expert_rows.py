@@ -141,7 +141,7 @@ def balance_rows(
 
     The most loaded rank gives rows to the least loaded one, up to the limit, until no rank is above it: the alias
     method of Walker and Vose. Each rank is filled once, by one other, so that it gets at most as many copies as a rank
-    has experts. A rank that gave too many is filled itself later.
+    has experts, besides those that it has already. A rank that gave too many is filled itself later.
     """
     num_ranks, experts_E = len(chosen_RE), np.arange(len(owners_E))
     kept_E, computed_RE = chosen_RE.sum(0), np.zeros_like(chosen_RE)

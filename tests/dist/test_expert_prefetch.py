@@ -12,8 +12,9 @@ from test_moe_ranks import PLANS
 
 from shardwright.experts.exchange import ParallelExperts
 from shardwright.spec.expert_rows import ExpertRowOrder
+from shardwright.spec.plan import Recompute
 
-STEPS = 8
+STEPS, PRODUCTS = 8, "DDP, products are saved"
 MODEL = {"dtype": torch.float32, "num_experts": 6}
 
 
@@ -65,11 +66,15 @@ def train(plan, accumulate: int, prefetches: bool):
         ("DDP, recomputed", BOTH, 1, 1, "flat"),
         ("DDP, recomputed", (HOST,), 2, 2, "flat"),
         ("HSDP, recomputed, offloaded", BOTH, 4, 1, "flat"),
+        (PRODUCTS, BOTH, 2, 2, "flat"),
         ("DDP", BOTH, 2, 1, "hosts"),
     ],
 )
 def test_prefetched_copies_are_exact_to_the_bit(ranks, strategy, axes, groups, accumulate, exchange):
-    base = PLANS[strategy][0]
+    base = PLANS["DDP" if strategy == PRODUCTS else strategy][0]
+    if strategy == PRODUCTS:
+        blocks = tuple(Recompute(f"blocks.{block}", "products") for block in range(4))
+        base = replace(base, dense=replace(base.dense, recompute=blocks))
     base = replace(
         base, dense=replace(base.dense, dtype="float32", state="float32"), wire=replace(base.wire, dense="float32")
     )

@@ -8,6 +8,7 @@ from test_pipeline_choice import GB, TFLOP, cluster_of
 
 from shardwright.errors import UserError
 from shardwright.planner import search
+from shardwright.planner.expert_split import split_as
 from shardwright.planner.experts import ExpertLayer, without_copies
 from shardwright.planner.pins import LayerRequest
 from shardwright.planner.plan import make_plan
@@ -169,6 +170,21 @@ def test_the_stages_of_an_exchange_are_those_of_a_call():
     assert names.index("forward blocks.2") < names.index(sends[0]) < names.index("forward blocks.3")
 
 
+def test_copies_are_prefetched_while_the_rest_of_the_block_is_computed():
+    """Not those of a mixture that is a block of its own, or not the only one of its block."""
+    request = LayerRequest(1, experts=8, expert_copies="even")
+    problem = make_plan(model(shares=SKEWED), cluster_of(), layers=request).candidate.problem
+    part = problem.experts[0]
+    assert part.is_prefetched and part.late_copy_seconds < part.copy_seconds
+    alone = replace(part.mixture, module=part.mixture.block)
+    twin = replace(part.mixture, module=f"{part.mixture.module}.other")
+    for mixtures in ((alone,), (part.mixture, twin)):
+        workload = replace(problem.workload, experts=mixtures)
+        plan = replace(part.plan, module=mixtures[0].module)
+        other = split_as(replace(problem, workload=workload), plan)
+        assert other.late_copy_seconds == other.copy_seconds > 0 and not other.is_prefetched
+
+
 def test_recorded_skew_is_balanced_by_copies_or_its_cost_is_part_of_the_step():
     request = LayerRequest(1, experts=8)
     even, plain, copied = (
@@ -218,6 +234,7 @@ def test_seconds_of_a_call_by_hand():
     assert call_seconds(stepped) == (1 + 6 + 1, 1 + 6 + 6)
     assert call_seconds(replace(stepped, compute_seconds=3.0)) == (3 + 3, max(6, 1 + 3 + 3))
     assert call_seconds(replace(stepped, copy_seconds=2.0)) == (max(1 + 6 + 1, 5 + 3), 13)
+    assert call_seconds(replace(stepped, copy_seconds=9.0, late_copy_seconds=9.0)) == (3 + 9 + 3, 3 + 9 + 3)
     assert call_seconds(replace(stepped, copy_seconds=9.0)) == (1 + 6 + 1, 3 + 9 + 3)  # weights were prefetched
 
 

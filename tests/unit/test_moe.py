@@ -151,16 +151,16 @@ def test_gshard_keeps_the_second_choice_with_twice_its_weight(capacity, groups):
     """With a key, the draws of group g of G are those of rank g of G; a dropped choice takes no capacity."""
     gate = randomize(TopKGate(3, 4, 2, capacity=capacity, groups=groups)).with_random_second()
     x, call = draw(200, 2, 3, seed=2), Call(Stage("forward", "main", (), ()), step=7, micro=1)
-    step = StepDraws(11, 0)
+    step = StepDraws(0)
     gate.draws = LayerDraws(step, "blocks.1.mlp.gate")
-    with step.of_call(call):
+    with step.keyed(call):
         experts, weights, _ = gate(x)
     wanted, all_weights, _ = randomize(TopKGate(3, 4, 2))(x)
     num_second = 0
     for group in range(groups):
         tokens = range(400 * group // groups, 400 * (group + 1) // groups)
-        step = StepDraws(11, group)
-        with step.of_call(call):
+        step = StepDraws(group)
+        with step.keyed(call):
             draws = LayerDraws(step, "blocks.1.mlp.gate").uniform(len(tokens))
         limit, taken = math.ceil(capacity * len(tokens) * 2 / 4) if capacity else len(tokens), [0] * 4
         for choice in range(2):
@@ -179,9 +179,9 @@ def test_random_second_choices_depend_on_the_step_and_the_layer_not_on_evaluatio
     gate, x = randomize(TopKGate(3, 4, 2)).with_random_second(), draw(50, 1, 3, seed=2)
 
     def second(number: int, path: str = "a") -> list[int]:
-        step = StepDraws(1, 0)
+        step = StepDraws(0)
         gate.draws = LayerDraws(step, path)
-        with step.of_call(Call(Stage("forward", "main", (), ()), number)):
+        with step.keyed(Call(Stage("forward", "main", (), ()), number)):
             return gate(x).experts_NK[:, 1].tolist()
 
     assert second(0) == second(0) != second(1)

@@ -148,7 +148,7 @@ def _forward_stages(problem: Problem) -> Iterator[Stage]:
         outputs = (f"{block.name}.out", *(("logits", "loss") if block is order[-1] else ()))
         has_experts = bool(problem.experts_of(block))
         written = (f"{block.name}.local",) if has_experts else outputs
-        yield from expert_tasks.copy_stages(problem, block, source)
+        yield from expert_tasks.prefetch_stages(problem, block, source)
         yield Stage(f"forward {block.name}", MAIN, (source, *weights), written)
         if has_experts:
             yield from expert_tasks.exchange_stages(problem, block, written[0], outputs)

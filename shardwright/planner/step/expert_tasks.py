@@ -78,11 +78,11 @@ def experts_of_rank(mixture: Mixture, num_ranks: int) -> Block:
 
 def call_seconds(part: SplitExperts) -> tuple[float, float]:
     """Seconds of the stages of a call, forward and backward: on a rank's link one message after the other, and its
-    computation of a step's rows as soon as they are there. Weights of copies were prefetched; gradients follow the
+    computation of a step's rows as soon as they are there. Weights that were not prefetched, and gradients, follow the
     rows."""
     compute, message = part.step_seconds
     computed, rows = 0.0, part.plan.groups * message
-    forward, backward = rows, rows + part.copy_seconds
+    forward, backward = rows + part.late_copy_seconds, rows + part.copy_seconds
     for step in range(part.plan.groups):
         computed = max(computed, (step + 1) * message) + compute
         forward, backward = (max(link, computed) + message for link in (forward, backward))
@@ -98,11 +98,13 @@ def added_seconds(problem: Problem, blocks: Sequence[Block], direction: str) -> 
     return sum(call_seconds(part)[1] - 2 * part.even_seconds for part in parts)
 
 
-def copy_stages(problem: Problem, block: Block, source: str) -> Iterator[Stage]:
-    """The copies of a block's experts, sent once the slot `source` is there."""
-    for part in problem.experts_of(block):
-        if part.copy_seconds:
-            yield Stage(f"copy {part.plan.module}", COPIES, (source,), (f"{part.plan.module}.copied",))
+def prefetch_stages(problem: Problem, block: Block, source: str) -> Iterator[Stage]:
+    """The copies of a block's experts that leave before its forward pass, once the slot `source` is there."""
+    return (_copy_stage(part, source) for part in problem.experts_of(block) if part.is_prefetched)
+
+
+def _copy_stage(part: SplitExperts, source: str) -> Stage:
+    return Stage(f"copy {part.plan.module}", COPIES, (source,), (f"{part.plan.module}.copied",))
 
 
 def exchange_stages(
@@ -120,6 +122,8 @@ def exchange_stages(
             yield Stage(f"hosts {name}", EXPERTS, (source,), (there,))
             source = there
         yield from (Stage(f"send {name}", EXPERTS, (source,), (received,)) for received in slots[0])
+        if copied and not part.is_prefetched:
+            yield _copy_stage(part, source)
         for step, (received, computed, back) in enumerate(zip(*slots, strict=True)):
             is_last = step + 1 == num
             yield Stage(f"experts {name}", MAIN, (received, *(copied if is_last else ())), (computed,))
@@ -139,9 +143,9 @@ def exchange_stages(
 def without_experts(problem: Problem, block: Block, forward: Task, backward: Task) -> tuple[Task, Task]:
     """The passes of a block without the computation of its split experts. A recomputed forward pass repeats it all."""
     even = sum(part.even_seconds for part in problem.experts_of(block))
-    recomputed = 0.0
-    if block.name in dict(problem.dense.recompute):
-        recomputed = added_seconds(problem, [block], "forward")
+    recomputed, policy = 0.0, dict(problem.dense.recompute).get(block.name)
+    if policy is not None:  # experts run again with all of their products
+        recomputed = added_seconds(problem, [block], "forward") + even * (policy == "products")
     paces = (block_tasks.measured_pace(problem, [block], direction) for direction in ("forward", "backward"))
     forward_pace, backward_pace = paces
     return forward.lengthen(-even * forward_pace), backward.lengthen(recomputed - 2 * even * backward_pace)
