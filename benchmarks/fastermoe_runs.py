@@ -9,8 +9,8 @@ from benchmarks import moe_routing
 from benchmarks.fastermoe_models import Model, Routings
 from benchmarks.fastermoe_schedule import FloatArray, Schedule, Setting, Traffic, gain_bound
 from benchmarks.moe_routing import IntArray
+from shardwright.planner.expert_assignment import Assignment
 from shardwright.planner.experts import (
-    Assignment,
     choose_copies,
     copy_candidates,
     imbalance_seconds,

@@ -16,7 +16,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.planner.experts import COMPUTE_PASSES, EXCHANGES, TRANSFERS, Assignment, ExpertLayer
+from shardwright.planner.expert_assignment import COMPUTE_PASSES, EXCHANGES, TRANSFERS, Assignment, ExpertLayer
 from shardwright.planner.price import primitives
 from shardwright.planner.problem import Precision
 from shardwright.planner.search import define_problem

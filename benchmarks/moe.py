@@ -12,7 +12,7 @@ eight, an hour and a half in all; W0 to W7, by name, take 45 minutes on four ran
 Sides: "plain", expert parallelism in one all-to-all there and back, as FastMoE does; "plain, again", the A/A floor;
 "shadows", FasterMoE's Algorithm 1; "steps", its pairwise exchange between groups, one rank each; "shadows, steps",
 both; "even, steps", copies so that no rank computes more rows than the mean; "ours", the fastest of all by the complete
-model (planner/experts.py), in steps. Rival policies, in our dispatch, in steps (moe_policies.py): "EPLB", from the
+model (expert_assignment.py), in steps. Rival policies, in our dispatch, in steps (moe_policies.py): "EPLB", from the
 counts of the draw before (in the trace, of the same layer); "LLEP"; "quota", as UltraEP. Rival executions
 (moe_rivals.py): "GShard, capacity 1.2", padded, which DROPS tokens (`dropped`: their share); "ZeRO-2" and "ZeRO-3", all
 experts on every rank. "even routing", plain, in steps and ours, has as many rows for every expert: in steps it is the

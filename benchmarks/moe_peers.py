@@ -9,7 +9,7 @@ rank, two experts a token. The gate's decision is imposed: "zipf", "trace" from 
 (benchmarks/moe_routing.py). A round is one draw of it; the order of the sides rotates.
 
 Sides of the peers: benchmarks/moe_torchtitan.py. Ours: "plain", expert parallelism without copies in one all-to-all;
-"ours", the fastest copies by the complete model, in steps (planner/experts.py). "bf16": products in bf16, by autocast;
+"ours", the fastest copies by the complete model, in steps. "bf16": products in bf16, by autocast;
 "again": the A/A floor.
 
 Before timing, results of every side are compared with those of "torchtitan, float32": `differs`, the largest difference

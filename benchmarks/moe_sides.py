@@ -12,14 +12,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from benchmarks import moe_policies, moe_routing
-from shardwright.planner.experts import (
-    COMPUTE_PASSES,
-    EXCHANGES,
-    Assignment,
-    ExpertLayer,
-    decide,
-    without_copies,
-)
+from shardwright.planner.expert_assignment import COMPUTE_PASSES, EXCHANGES, Assignment, ExpertLayer
+from shardwright.planner.experts import decide, without_copies
 from shardwright.spec.expert_rows import BoolArray, ExpertRowOrder, IntArray, balanced_order, rank_order
 from shardwright.spec.plan import CopyPolicy, ExpertCosts, ExpertPlan
 

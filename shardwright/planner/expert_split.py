@@ -18,17 +18,8 @@ from numpy.typing import NDArray
 
 from shardwright.errors import UserError, did_you_mean
 from shardwright.planner.dense_strategies import TIE_SHARE
-from shardwright.planner.experts import (
-    COMPUTE_PASSES,
-    EXCHANGES,
-    TRANSFERS,
-    ExpertLayer,
-    assign,
-    choose_copies,
-    choose_order,
-    decide,
-    without_copies,
-)
+from shardwright.planner.expert_assignment import COMPUTE_PASSES, EXCHANGES, TRANSFERS, ExpertLayer
+from shardwright.planner.experts import assign, choose_copies, choose_order, decide, without_copies
 from shardwright.planner.memory.budget import bytes_text
 from shardwright.planner.pins import LayerRequest
 from shardwright.planner.price.axis_groups import AxisGroups, group_cost

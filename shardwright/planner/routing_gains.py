@@ -1,6 +1,6 @@
 """What copies, steps and a permanent placement of experts would gain on a cluster, for recorded routing.
 
-Every recorded pass of a mixture is priced by the complete model of planner/experts.py under several policies. A
+Every recorded pass of a mixture is priced by the complete model (planner/expert_assignment.py) under each policy. A
 permanent placement is made from the first half of the passes and priced on the second.
 
 Shape legend: S source ranks, R ranks, E experts, N ranks of a group that the experts are split over, P passes.
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from shardwright.errors import UserError
 from shardwright.planner import experts
+from shardwright.planner.expert_assignment import Assignment, ExpertLayer
 from shardwright.planner.expert_placement import place_experts
-from shardwright.planner.experts import Assignment, ExpertLayer
 from shardwright.planner.price.axis_groups import AxisGroups
 from shardwright.planner.problem import Problem
 from shardwright.planner.step.expert_tasks import expert_costs

@@ -13,7 +13,8 @@ from statistics import fmean
 
 import numpy as np
 
-from shardwright.planner.experts import NO_COSTS, Assignment, ExpertLayer, assign, without_copies
+from shardwright.planner.expert_assignment import Assignment, ExpertLayer
+from shardwright.planner.experts import NO_COSTS, assign, without_copies
 from shardwright.planner.routing_gains import split_evenly
 from shardwright.spec.axes import num_ranks
 from shardwright.spec.expert_rows import IntArray, owners_of

@@ -14,16 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardwright.planner.experts import (
-    COMPUTE_PASSES,
-    EXCHANGES,
-    TRANSFERS,
-    Assignment,
-    choose_copies,
-    select_shadows,
-    with_shadows,
-    without_copies,
-)
+from shardwright.planner.expert_assignment import COMPUTE_PASSES, EXCHANGES, TRANSFERS, Assignment
+from shardwright.planner.experts import choose_copies, select_shadows, with_shadows, without_copies
 from shardwright.report.expert_loads import RoutedCall
 from shardwright.report.plots import Figure, axis, figure_layout, trace
 from shardwright.report.step_times import FLIGHT, WAIT

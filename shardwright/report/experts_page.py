@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.planner.experts import Assignment
+from shardwright.planner.expert_assignment import Assignment
 from shardwright.report.expert_loads import (
     Ranks,
     RoutedCall,

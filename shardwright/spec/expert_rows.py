@@ -134,14 +134,20 @@ def rows_of_owners(chosen_RE: IntArray, owners_E: IntArray) -> IntArray:
 
 
 def balance_rows(
-    chosen_RE: IntArray, owners_E: IntArray, bound: float, prefetched_RE: BoolArray | None = None
+    chosen_RE: IntArray,
+    owners_E: IntArray,
+    bound: float,
+    prefetched_RE: BoolArray | None = None,
+    *,
+    fewest_rows: bool = False,
 ) -> IntArray:
     """(R, E) Rows that each rank computes if copies are made so that no rank computes more than `bound` times the mean,
     rounded up. Copies that ranks have already, `prefetched_RE`, are used first, of a rank as many as it has experts.
 
     The most loaded rank gives rows to the least loaded one, up to the limit, until no rank is above it: the alias
     method of Walker and Vose. Each rank is filled once, by one other, so that it gets at most as many copies as a rank
-    has experts, besides those that it has already. A rank that gave too many is filled itself later.
+    has experts, besides those that it has already. A rank that gave too many is filled itself later. With
+    `fewest_rows` ranks give only what they have above the limit: fewer rows move, and loads stay less even.
     """
     num_ranks, experts_E = len(chosen_RE), np.arange(len(owners_E))
     kept_E, computed_RE = chosen_RE.sum(0), np.zeros_like(chosen_RE)
@@ -160,7 +166,8 @@ def balance_rows(
         own[int(owners_E[expert])].append(expert)
     while givers:
         (most, giver), (least, taker) = heappop(givers), heappop(takers)
-        room = limit - least
+        room = min(limit - least, -most - limit) if fewest_rows else limit - least
+        given = room
         experts = own[giver]
         if len(experts) > 1:  # those that suffice alone first, of them those of which the taker has most rows itself
             has = chosen_RE[taker, experts].tolist()
@@ -171,7 +178,9 @@ def balance_rows(
             room -= rows
             kept[expert] -= rows
             computed_RE[taker, expert] += rows
-        left = least - most - limit
+        if least + given < limit:
+            heappush(takers, (least + given, taker))
+        left = -most - given
         if left > limit:
             heappush(givers, (-left, giver))
         elif left < limit:

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from shardwright.errors import UserError
 from shardwright.experts.dispatch import make_dispatch
 from shardwright.experts.prefetch import CopyHistory
+from shardwright.planner.expert_assignment import Assignment, ExpertLayer
 from shardwright.planner.experts import (
-    Assignment,
-    ExpertLayer,
     balance,
     choose_copies,
     decide,
@@ -43,9 +42,10 @@ def test_algorithm_1_by_hand():
     assert shadowed.chains() == {0: [1, 2]}
     # The complete model: 10 rows are still exchanged four times, twice while gradients are computed; the copy arrives
     # while 15 own rows are computed; rank 1 hands it on to rank 2. In steps: the 20 rows of the copy wait for the
-    # messages of 20 rows and the weights; the gradients of weights for as many and the gradient of the copy.
+    # messages of 15 rows and the weights, and results of 5 rows leave last; the gradients of inputs and of weights of
+    # 35 rows, and the hand-over.
     assert shadowed.seconds == 2 * 10 + 3 * 35 + 5
-    assert shadowed.stepped_seconds == (20 + 10 + 20) + (20 + 10 + 35 + 5)
+    assert shadowed.stepped_seconds == (15 + 10 + 20 + 5) + (35 + 35 + 5)
     assert shadowed.overlapped_seconds == 35 + 2 * 35
 
 

@@ -8,8 +8,9 @@ from test_pipeline_choice import GB, TFLOP, cluster_of
 
 from shardwright.errors import UserError
 from shardwright.planner import search
+from shardwright.planner.expert_assignment import ExpertLayer
 from shardwright.planner.expert_split import split_as
-from shardwright.planner.experts import ExpertLayer, without_copies
+from shardwright.planner.experts import without_copies
 from shardwright.planner.pins import LayerRequest
 from shardwright.planner.plan import make_plan
 from shardwright.planner.price.axis_groups import AxisGroups, group_cost

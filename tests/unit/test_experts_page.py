@@ -11,7 +11,8 @@ import pytest
 from test_report import CHROMIUM, assert_runs
 
 from shardwright.errors import UserError
-from shardwright.planner.experts import ExpertLayer, choose_copies
+from shardwright.planner.expert_assignment import ExpertLayer
+from shardwright.planner.experts import choose_copies
 from shardwright.report import render
 from shardwright.report.expert_loads import bytes_between, read_calls
 from shardwright.report.expert_roofline import MEASURED, measured_seconds, price_strategies
@@ -114,13 +115,16 @@ def test_share_of_even_routing_is_predicted_from_the_costs(split_run: Path):
     # Both groups compute 100 rows a rank. The first sends 20 and a copy, the second 50, as even routing does.
     messages = [4 * 20 * 1e-6 + 2 * 50e-6, 4 * 50 * 1e-6]
     assert [each.exchange_seconds + each.copy_seconds for each in call.assignments] == pytest.approx(messages)
-    # The 60 rows of the copy are computed once it has arrived, with the messages of 40 rows.
+    # The 60 rows of the copy are computed once it has arrived, with the messages of 40 rows; the results of 20 rows
+    # follow. The second group computes its 100 rows, then results of 50 follow.
     forward = 100 * 2e-6
-    assert call.seconds(call.assignments) == pytest.approx((40e-6 + 50e-6 + 60 * 2e-6) + 2 * forward)
-    assert call.ideal_share == pytest.approx(600 / 610)
+    copied, even = (each.stepped_seconds for each in call.assignments)
+    assert copied == pytest.approx((40e-6 + 50e-6 + 60 * 2e-6 + 20e-6) + 2 * forward)
+    assert even == pytest.approx((forward + 50e-6) + 2 * forward)
+    assert call.seconds(call.assignments) == even and call.ideal_share == pytest.approx(1.0)
     plain = replace(call.record, computed=((140, 20, 0, 0), (0, 0, 20, 20), *COMPUTED[2:]))
     (call,) = read_calls([plain], made_up_plan(made_up_workload()))[MIX]
-    assert call.ideal_share == pytest.approx((200 + 400) / (320 + 640))
+    assert call.ideal_share == pytest.approx((250 + 400) / (320 + 80 + 640))  # 160 rows, 80 of them received
     assert "share of even routing, predicted" in page_of(split_run)[0]
 
 
@@ -151,7 +155,7 @@ def test_points_of_the_roofline(split_run: Path):
     assert plain.seconds == pytest.approx(3 * (3 * 160 * 2e-6 + 3 * 80 * 1e-6))
     assert plain.rate == pytest.approx(100 * 3 * 2000 / (3 * 160 * 2e-6 + 3 * 80 * 1e-6))
     best = choose_copies(ExpertLayer((0, 0, 1, 1), COSTS), np.array(UNEVEN[:2]), in_steps=True)
-    assert points["ours"].seconds == pytest.approx(3 * max(best.stepped_seconds, 600e-6))
+    assert points["ours"].seconds == pytest.approx(3 * max(best.stepped_seconds, 650e-6))
     ideal = {name: roofline.peak * min(1, point.ratio) for name, point in points.items()}
     assert all(point.rate <= ideal[name] * (1 + 1e-9) for name, point in points.items())
     assert {"steps", "shadows", "shadows, steps"} < set(points)

@@ -16,7 +16,8 @@ from benchmarks.moe_routing import (
     fold_trace,
 )
 from benchmarks.moe_sides import CAPACITY, GSHARD, ROWS, ZERO_3, counts_of, num_slots, predict, routing_of
-from shardwright.planner.experts import ExpertLayer, balance
+from shardwright.planner.expert_assignment import ExpertLayer
+from shardwright.planner.experts import balance
 from shardwright.spec.expert_rows import owners_of
 from shardwright.spec.plan import ExpertCosts
 
