@@ -13,6 +13,8 @@ import numpy as np
 
 from shardwright.spec.expert_rows import ExpertRowOrder, ExpertRowRanges, IntArray, split_experts
 
+Chain = tuple[int, int, tuple[int, ...]]  # a copied expert, its owner, the ranks with copies in the order of its rows
+
 
 def ring_steps(num_ranks: int, num_groups: int, rank: int) -> Iterator[tuple[list[int], list[int]]]:
     """The ranks that this rank sends to, and receives from, in each step of a pairwise exchange between groups.
@@ -62,7 +64,7 @@ class Dispatch:
     own: range
     copied: tuple[int, ...]
     steps: tuple[Step, ...]
-    chains: tuple[tuple[int, int, tuple[int, ...]], ...]
+    chains: tuple[Chain, ...]
 
     def sizes(self, *, is_copy: bool) -> IntArray:
         """The rows of each of its experts, or of each copy, over all steps."""

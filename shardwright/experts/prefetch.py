@@ -15,12 +15,11 @@ from torch import Tensor
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
 from shardwright.comm.point_to_point import relay_in_turn
-from shardwright.experts.dispatch import Dispatch
+from shardwright.experts.dispatch import Chain, Dispatch
 from shardwright.spec.expert_rows import BoolArray
 
 RELAY_BYTES = 1 << 18  # of weights that are handed on at once
 STEADY_SHARE = 0.25  # of a call's copies that were made in the call before, from which on they are prefetched
-Chain = tuple[int, int, tuple[int, ...]]  # a copied expert, its owner, the ranks with copies in the order of its rows
 
 
 class CopyHistory:
@@ -32,7 +31,7 @@ class CopyHistory:
         self.is_steady = False
 
     def add(self, dispatch: Dispatch) -> None:
-        last, pairs = set(_pairs(self._chains)), set(_pairs(dispatch.chains))
+        last, pairs = _pairs(self._chains), _pairs(dispatch.chains)
         self.is_steady = bool(pairs) and len(pairs & last) >= STEADY_SHARE * len(pairs)
         self._chains, self._own = dispatch.chains, dispatch.own
 
@@ -48,11 +47,11 @@ class PrefetchedCopies:
     """
 
     def __init__(self, chains: Sequence[Chain], own: Mapping[str, Tensor], first: int, group: Group) -> None:
-        self._ranks = {expert: ranks for expert, _, ranks in chains}
+        self._pairs = _pairs(chains)
         self._received = {
             expert: [weight.new_empty(weight.shape[1:]) for weight in own.values()]
-            for expert, ranks in self._ranks.items()
-            if group.index in ranks
+            for rank, expert in self._pairs
+            if rank == group.index
         }
 
         def weights_of(expert: int) -> Iterable[Tensor]:
@@ -65,14 +64,14 @@ class PrefetchedCopies:
     def mark_pairs(self, num_ranks: int, num_experts: int) -> BoolArray:
         """(R, E) Which rank has a copy of which expert."""
         pairs_RE = np.zeros((num_ranks, num_experts), np.bool_)
-        for rank, expert in _pairs_of(self._ranks.items()):
+        for rank, expert in self._pairs:
             pairs_RE[rank, expert] = True
         return pairs_RE
 
     def select_missing(self, chains: Iterable[Chain]) -> Iterator[Chain]:
         """Of these chains, the ranks that have no copy yet."""
         for expert, owner, ranks in chains:
-            if others := tuple(rank for rank in ranks if rank not in self._ranks.get(expert, ())):
+            if others := tuple(rank for rank in ranks if (rank, expert) not in self._pairs):
                 yield expert, owner, others
 
     def take(self, expert: int) -> Sequence[Tensor] | None:
@@ -108,9 +107,6 @@ def relay_weights(
     return Pending(wait)
 
 
-def _pairs(chains: Iterable[Chain]) -> Iterator[tuple[int, int]]:
-    return _pairs_of((expert, ranks) for expert, _, ranks in chains)
-
-
-def _pairs_of(copies: Iterable[tuple[int, Sequence[int]]]) -> Iterator[tuple[int, int]]:
-    return ((rank, expert) for expert, ranks in copies for rank in ranks)
+def _pairs(chains: Iterable[Chain]) -> frozenset[tuple[int, int]]:
+    """Pairs of a rank and an expert that it has a copy of."""
+    return frozenset((rank, expert) for expert, _, ranks in chains for rank in ranks)
