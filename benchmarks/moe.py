@@ -26,9 +26,9 @@ Megatron-LM's: balanced, hot set, hot rank, spread hot, source-ragged, zero-expe
 FILE are not repeated, so that a run can be cut and continued, or extended by other settings, workloads and sides (start
 another FILE when the code changes). Lines are printed and written from all rounds in FILE: first one for each side:
 seconds, gain over "plain" in the same round (median, least, most). `predicted`: the complete model's seconds, from rows
-and links timed in the same round (`costs`); `bound`: what overlap of all computation with all messages would leave.
-`ideal_share`: seconds of the ideal / seconds. `Pi1`: time to compute a row in forward / to send it; `Pi2`: rows a rank
-/ (alpha H).
+and links timed in the same round (`costs`), and those of gathering a rank's rows, timed alone; `bound`: what overlap of
+all computation with all messages would leave. `ideal_share`: seconds of the ideal / seconds. `Pi1`: time to compute a
+row in forward / to send it; `Pi2`: rows a rank / (alpha H).
 
 Then summaries (moe_summary.py). "targets": shadowing, reached gain / gain by the model (at least 0.85); the schedule,
 reached gain / its bound, the computation and messages of plain, measured alone, overlapped in both passes (0.8); ours,
@@ -58,7 +58,6 @@ from benchmarks.sharding import start_job
 from benchmarks.turns import TurnClient
 from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape
-from shardwright.spec.plan import ExpertCosts
 
 STEPS, WARMUP_STEPS = 1, 1  # of a turn, each forward and backward
 ROTATION = 7  # sides, from round to round
@@ -115,7 +114,7 @@ def measure_round(each: Round, sides: Sequence[str], client: TurnClient) -> Line
     start = number * ROTATION % len(sides)
     for name in (*sides[start:], *sides[:start]):
         reply = client.run_turn(f"{name}:{workload}:{number}", WARMUP_STEPS, STEPS)
-        measured[name] = reply | predict(name, workload, number, num_ranks, ExpertCosts(**timed))
+        measured[name] = reply | predict(name, workload, number, num_ranks, timed)
     seconds = {name: round(measured[name]["seconds"], 3) for name in sides}
     print(f"{setting}, {workload}, round {number + 1}: {seconds}", file=sys.stderr)
     line = {"kind": "round", "digest": digest(each, sides), "setting": setting, "workload": workload}

@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from benchmarks import moe_routing, results_file
 from benchmarks.moe import SETTINGS, SMALLEST
-from benchmarks.moe_sides import CHANNELS, EXPERTS_PER_RANK, NUM_CHOSEN, ROWS, TRACE
+from benchmarks.moe_sides import CHANNELS, EXPERTS_PER_RANK, NUM_CHOSEN, ROWS, TRACE, costs_of
 from benchmarks.moe_summary import spread
 from benchmarks.moe_worker import AXES, Layer, recorded_routing
 from benchmarks.sharding import start_job
@@ -40,7 +40,7 @@ from shardwright.lab.emulated_cluster import Lab
 from shardwright.planner.experts import decide
 from shardwright.spec.expert_rows import BoolArray, ExpertRowOrder, IntArray, balanced_order
 from shardwright.spec.lanes import COPIES
-from shardwright.spec.plan import ExpertCosts, ExpertPlan
+from shardwright.spec.plan import ExpertPlan
 
 SIDES = ("plain", "copies", "copies, again", "prefetched")
 HEADS, SEQUENCE = 6, 720
@@ -94,7 +94,7 @@ def worker(folder: str) -> None:
     broadcast = make_broadcast(layer.main)
     server = TurnServer(folder, "prefetch", layer.mesh.rank, broadcast)
     measured = json.dumps(layer.measure_costs()).encode()
-    costs = ExpertCosts(**json.loads(broadcast(measured if layer.mesh.rank == 0 else b"")))
+    costs = costs_of(json.loads(broadcast(measured if layer.mesh.rank == 0 else b"")))
     server.reply({})
 
     def step(exchange: ParallelExperts, counts_RE: IntArray, *, prefetches: bool) -> None:

@@ -5,7 +5,7 @@ Shape legend: R ranks, E experts.
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from shardwright.spec.plan import CopyPolicy, ExpertCosts, ExpertPlan
 
 CHANNELS, ALPHA, ROWS, EXPERTS_PER_RANK, NUM_CHOSEN = 384, 4, 5760, 2, 2
 CAPACITY = 1.2  # of an expert, over the mean number of rows
-COSTS = "costs"  # a turn that times rows and messages
+COSTS, GATHER = "costs", "gather"  # a turn that times rows and messages; of its times, one not in the model's costs
 TRACE, EVEN = "trace", "even routing"  # workloads; the second is the ideal
 PLAIN, AGAIN, SHADOWS, STEPS = "plain", "plain, again", "shadows", "steps"
 SHADOWS_STEPS, EVEN_STEPS, OURS = "shadows, steps", "even, steps", "ours"
@@ -121,27 +121,35 @@ def assignment_of(side: str, workload: str, number: int, num_ranks: int, costs: 
     return without_copies(layer, counts_RE) if computed_RE is None else Assignment(layer, order, computed_RE)
 
 
-def predict(side: str, workload: str, number: int, num_ranks: int, costs: ExpertCosts) -> dict[str, Any]:
+def costs_of(timed: Mapping[str, float]) -> ExpertCosts:
+    """The model's costs of those timed."""
+    costs = {name: value for name, value in timed.items() if name != GATHER}
+    return ExpertCosts(**costs)  # pyright: ignore[reportArgumentType]  # `shared` is not timed
+
+
+def predict(side: str, workload: str, number: int, num_ranks: int, timed: Mapping[str, float]) -> dict[str, Any]:
     """The complete model's seconds and bound, and figures of the side's assignment."""
+    costs, gather = costs_of(timed), timed[GATHER]
     counts_RE, execution = routing_of(side, workload, number, num_ranks), SIDES[side].execution
     num_others = EXPERTS_PER_RANK * (num_ranks - 1)
     computing = COMPUTE_PASSES * costs.compute_row
     if execution in ("zero 2", "zero 3"):
         transfers = 2 if execution == "zero 2" else 3  # of all experts of other ranks
-        seconds = computing * int(counts_RE.sum(1).max()) + transfers * num_others * costs.send_expert
+        seconds = computing * int(counts_RE.sum(1).max()) + transfers * num_others * costs.send_expert + gather
         return {"predicted": seconds, "most_rows_over_mean": float(counts_RE.sum(1).max() / ROWS)}
     if execution == "capacity":
         rows, sent = num_slots(num_ranks) * EXPERTS_PER_RANK * num_ranks, num_slots(num_ranks) * num_others
         dropped = (counts_RE - num_slots(num_ranks)).clip(min=0).sum() / counts_RE.sum()
-        seconds = computing * rows + EXCHANGES * sent * costs.send_row
+        seconds = computing * rows + EXCHANGES * sent * costs.send_row + gather
         return {"predicted": seconds, "most_rows_over_mean": rows / ROWS, "dropped": float(dropped)}
     assignment = assignment_of(side, workload, number, num_ranks, costs)
     if execution == "computation":
         return {"predicted": assignment.compute_seconds}
     if execution == "messages":
         return {"predicted": assignment.exchange_seconds}
+    seconds = assignment.stepped_seconds if SIDES[side].in_steps else assignment.seconds
     return {
-        "predicted": assignment.stepped_seconds if SIDES[side].in_steps else assignment.seconds,
+        "predicted": seconds + gather,
         "bound": assignment.overlapped_seconds,
         "copies": len(assignment.copies[0]),
         "most_rows_over_mean": float(assignment.loads_R.max() / ROWS),

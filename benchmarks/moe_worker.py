@@ -3,11 +3,12 @@
 import json
 from collections.abc import Callable
 from functools import partial
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.moe_rivals import CapacityExperts, GatheredExperts
 from benchmarks.moe_sides import (
@@ -18,6 +19,7 @@ from benchmarks.moe_sides import (
     NUM_CHOSEN,
     ROWS,
     SIDES,
+    costs_of,
     decide_of,
     expert_bytes,
     num_slots,
@@ -31,7 +33,7 @@ from shardwright.experts.exchange import ParallelExperts
 from shardwright.experts.parameters import OwnedExperts
 from shardwright.kernels.native import retain_freed_memory
 from shardwright.layers.gates import Routing, TopKGate
-from shardwright.layers.moe import GeluExperts, MoE
+from shardwright.layers.moe import GeluExperts, LocalExperts, MoE
 from shardwright.spec.expert_rows import IntArray
 from shardwright.spec.lanes import COPIES, EXPERTS, MAIN
 from shardwright.spec.plan import ExpertCosts
@@ -48,6 +50,13 @@ def recorded_routing(counts_E: IntArray) -> Routing:
     chosen = chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(1))]
     experts_NK = chosen.view(-1, NUM_CHOSEN)
     return Routing(experts_NK, torch.full(experts_NK.shape, 1 / NUM_CHOSEN), torch.zeros(1))
+
+
+class Unchanged(nn.Module):
+    """Experts that compute nothing."""
+
+    def forward(self, rows: Tensor, sizes: Tensor) -> Tensor:
+        return rows.clone()
 
 
 class Layer:
@@ -103,7 +112,11 @@ class Layer:
         return (perf_counter() - start) / num
 
     def measure_costs(self) -> dict[str, float]:
-        """Seconds of a rank to compute a row in forward, and to send one: a third of all passes, and an all-to-all."""
+        """Seconds of a rank to compute a row in forward, and to send one: a third of all passes, and an all-to-all.
+
+        "slowdown": of the processor's time that computation would have had, the share that an all-to-all takes.
+        "gather": seconds to gather all rows of a rank and to add up their results, in both passes.
+        """
         rows, size = torch.randn(ROWS, CHANNELS), self.mesh.size
         sizes = torch.tensor([ROWS // EXPERTS_PER_RANK] * EXPERTS_PER_RANK)
         splits = [ROWS // size] * size
@@ -111,10 +124,14 @@ class Layer:
         def exchange() -> None:
             collective.all_to_all(rows[: sum(splits)], splits, splits, self.group).wait()
 
-        times: list[float] = []
-        for function in (partial(self._compute, rows, sizes), exchange):
+        even_RE = np.full((size, self.num_experts), ROWS // self.num_experts)
+        gather = self._layer_step(LocalExperts(), even_RE, experts=Unchanged())
+        times, shares = list[float](), list[float]()
+        for function in (partial(self._compute, rows, sizes), exchange, gather):
             function()
+            start, used = perf_counter(), process_time()
             times.append(self.timed_mean(function, 3))
+            shares.append((process_time() - used) / (perf_counter() - start))
         sent = ROWS // size * (size - 1)
         seconds_per_byte = times[1] / (4 * CHANNELS * sent)
         return {
@@ -122,15 +139,23 @@ class Layer:
             "send_row": 4 * CHANNELS * seconds_per_byte,
             "send_expert": expert_bytes() * seconds_per_byte,
             "hand_on": EXPERT_PART_BYTES * seconds_per_byte,
+            "slowdown": shares[1] / shares[0],
+            "gather": times[2],
         }
 
-    def _layer_step(self, exchange: Any, counts_RE: IntArray, finish: Callable[[], object] | None = None) -> Step:
+    def _layer_step(
+        self,
+        exchange: Any,
+        counts_RE: IntArray,
+        finish: Callable[[], object] | None = None,
+        experts: nn.Module | None = None,
+    ) -> Step:
         routing = recorded_routing(counts_RE[self.mesh.rank])
         tokens, gradient = (torch.randn(len(routing.experts_NK), CHANNELS) for _ in range(2))
 
         def step() -> None:
             x = tokens.clone().requires_grad_()
-            exchange.forward(self.experts, x, routing, self.num_experts).backward(gradient)
+            exchange.forward(experts or self.experts, x, routing, self.num_experts).backward(gradient)
             if finish is not None:
                 finish()
             self._drop_gradients()
@@ -178,7 +203,7 @@ def worker(folder: str) -> None:
         if name == COSTS:
             measured = json.dumps(layer.measure_costs()).encode()
             timed = json.loads(broadcast(measured if layer.mesh.rank == 0 else b""))
-            costs = ExpertCosts(**timed)
+            costs = costs_of(timed)
             server.reply(timed)
             continue
         side, workload, number = name.split(":")

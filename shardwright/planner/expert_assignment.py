@@ -186,9 +186,8 @@ class Assignment:
             waits_R = self._traffic[0].weights[1] > 0
             arriving_R = np.maximum(arriving_R, leaving_R.max())  # an owner may send several experts
             forward_R = np.maximum(forward_R, (arriving_R + copied_R + last_R) * waits_R)
-            shared_E = np.unique(experts)
-            owners_E = self.order.owners_E[shared_E]
-            rows_E = self.computed_RE[owners_E, shared_E]
+            owners_E, is_shared_E = self.order.owners_E, np.bincount(experts, minlength=self.computed_RE.shape[1]) > 0
+            rows_E = self.computed_RE[owners_E, np.arange(len(owners_E))] * is_shared_E
             shared_R = copied_R + np.bincount(owners_E, rows_E, len(load_R)) * self.layer.costs.compute_row
             backward_R = np.maximum(backward_R, (link_R + shared_R) * (shared_R > 0))
         return float(forward_R.max() + backward_R.max()) + self._chain_seconds
@@ -208,7 +207,8 @@ class Assignment:
         between_R = np.minimum(elsewhere_R * row / (others * max(1, others - 1)), last_R)  # messages that arrive
         compute_R = received_R * self.layer.costs.compute_row
         load_R, _ = self._computing
-        ends = (load_R, arriving_R + compute_R / others, arriving_R - (others - 1) * between_R + compute_R)
+        slowed_R = load_R + self.layer.costs.slowdown * row * (sent_R + received_R)
+        ends = (slowed_R, arriving_R + compute_R / others, arriving_R - (others - 1) * between_R + compute_R)
         return np.maximum(np.maximum(ends[0], ends[1]), ends[2]), last_R
 
     @cached_property

@@ -161,9 +161,10 @@ def balance_rows(
     heapify(givers)
     heapify(takers)
     kept: list[int] = kept_E.tolist()  # of each expert's rows, by its owner
-    own = [list[int]() for _ in range(num_ranks)]
-    for expert in range(len(owners_E)):
-        own[int(owners_E[expert])].append(expert)
+    own: list[list[int]] = [[] for _ in range(num_ranks)]
+    owners: list[int] = owners_E.tolist()
+    for expert, owner in enumerate(owners):
+        own[owner].append(expert)
     while givers:
         (most, giver), (least, taker) = heappop(givers), heappop(takers)
         room = min(limit - least, -most - limit) if fewest_rows else limit - least
@@ -230,10 +231,10 @@ class ExpertRowRanges:
         self.start_RE, self.computes_RE = np.zeros_like(computed_RE), computed_RE > 0
         copied_X = np.flatnonzero(self.computes_RE.sum(0) > 1)
         if len(copied_X):
-            place_RX, by_place_RX = order.place_RE[:, copied_X], np.zeros((len(computed_RE), len(copied_X)), np.int64)
-            np.put_along_axis(by_place_RX, place_RX, computed_RE[:, copied_X], 0)
-            ends_RX = np.take_along_axis(by_place_RX.cumsum(0), place_RX, 0)
-            self.start_RE[:, copied_X] = ends_RX - computed_RE[:, copied_X]
+            place_RX, computed_RX = order.place_RE[:, copied_X], computed_RE[:, copied_X]
+            by_place_RX, columns_X = np.zeros_like(computed_RX), np.arange(len(copied_X))
+            by_place_RX[place_RX, columns_X] = computed_RX
+            self.start_RE[:, copied_X] = by_place_RX.cumsum(0)[place_RX, columns_X] - computed_RX
         self.end_RE = self.start_RE + computed_RE
 
     def computed_by(self, rank: int) -> tuple[IntArray, IntArray]:

@@ -184,7 +184,8 @@ class ExpertCosts:
     """Predicted seconds: to compute a row in forward; to send a row, or the weights of an expert, to another rank.
 
     `shared`: links that the messages of several ranks pass besides. `hand_on`: what each further rank adds to a chain
-    of copies, to send on a part of its gradients.
+    of copies, to send on a part of its gradients. `slowdown`: computation lost while a rank sends and receives rows, as
+    a share of that time.
     """
 
     compute_row: float
@@ -192,6 +193,7 @@ class ExpertCosts:
     send_expert: float
     shared: tuple[SharedLink, ...] = ()
     hand_on: float = 0.0
+    slowdown: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,15 @@ def test_algorithm_1_by_hand():
     assert shadowed.overlapped_seconds == 35 + 2 * 35
 
 
+@pytest.mark.parametrize("slowdown", (0.0, 0.1))
+def test_messages_slow_computation_in_steps(slowdown):
+    """A tenth of 20 seconds of messages, in both passes; the last message follows in forward."""
+    layer = ExpertLayer((0, 1), ExpertCosts(1.0, 1.0, 10.0, slowdown=slowdown))
+    even = without_copies(layer, np.full((2, 2), 10))
+    assert even.stepped_seconds == pytest.approx(20 + 10 + 20 + 20 + 2 * slowdown * 20)
+    assert even.seconds == 2 * 10 + 20 + 10 + 20 + 20  # nothing overlaps but results in backward
+
+
 def test_algorithm_1_counts_rows_by_expert_not_by_source():
     """The released code sums over the wrong axis, and selects nothing where all ranks have as many rows."""
     layer = replace(LAYER, owners=(0, 0, 1, 1))

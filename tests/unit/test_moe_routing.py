@@ -19,9 +19,8 @@ from benchmarks.moe_sides import CAPACITY, GSHARD, ROWS, ZERO_3, counts_of, num_
 from shardwright.planner.expert_assignment import ExpertLayer
 from shardwright.planner.experts import balance
 from shardwright.spec.expert_rows import owners_of
-from shardwright.spec.plan import ExpertCosts
 
-COSTS = ExpertCosts(1.0, 1.0, 10.0)
+COSTS = {"compute_row": 1.0, "send_row": 1.0, "send_expert": 10.0, "gather": 2.0}
 SHAPES = ((4, 8, 5760), (8, 16, 5760), (2, 6, 1000))
 
 
@@ -145,10 +144,10 @@ def test_even_counts_need_no_copies():
 def test_predictions_of_rivals():
     """On four ranks ZeRO-3 moves six experts three times; GShard's buffers do not depend on the routing."""
     zero = predict(ZERO_3, "W2", 0, 4, COSTS)
-    assert zero["predicted"] == 3 * ROWS + 3 * 6 * 10
+    assert zero["predicted"] == 3 * ROWS + 3 * 6 * 10 + 2
     assert num_slots(4) == CAPACITY * ROWS / 8
     capped, even = (predict(GSHARD, workload, 0, 4, COSTS) for workload in ("W2", "W0"))
-    assert capped["predicted"] == even["predicted"] == 3 * CAPACITY * ROWS + 4 * CAPACITY * ROWS * 3 / 4
+    assert capped["predicted"] == even["predicted"] == 3 * CAPACITY * ROWS + 4 * CAPACITY * ROWS * 3 / 4 + 2
     assert even["dropped"] == 0.0
     counts_RE = routing_of(GSHARD, "W2", 0, 4)
     kept = np.minimum(counts_RE, num_slots(4)).sum() / counts_RE.sum()

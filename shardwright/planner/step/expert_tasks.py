@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardwright.planner.price.axis_groups import AxisGroups, group_cost
+from shardwright.planner.price.primitives import compute_slowdown
 from shardwright.planner.problem import Problem, SplitExperts
 from shardwright.planner.step import block_tasks, traffic
 from shardwright.planner.step.rank_calls import Task
@@ -43,6 +44,7 @@ def expert_costs(problem: Problem, mixture: Mixture, groups: AxisGroups, num_ran
         expert_bytes * own,
         tuple(SharedLink(num, row_bytes * per_byte, expert_bytes * per_byte) for num, per_byte in shared),
         min(expert_bytes, EXPERT_PART_BYTES) * own,
+        compute_slowdown(groups.cluster, "all_to_all", groups.level_names, max(1, round(rows * row_bytes))),
     )
 
 
