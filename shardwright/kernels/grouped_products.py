@@ -117,7 +117,8 @@ def _times_weights(rows_RK: Tensor, weight_GHC: Tensor, sizes_G: Tensor, *, tran
     native = _native_for(rows_RK, weight_GHC)
     if native is None:
         pairs = zip(rows_RK.split(sizes_G.tolist()), weight_GKN, strict=True)
-        return torch.cat([rows @ weight for rows, weight in pairs])
+        parts = [rows @ weight for rows, weight in pairs]
+        return torch.cat(parts) if parts else rows_RK.new_empty(0, weight_GKN.shape[2])
     rows_RK, weight_GHC, starts = rows_RK.contiguous(), weight_GHC.contiguous(), lengths_to_offsets(sizes_G)
     out = rows_RK.new_empty(len(rows_RK), weight_GKN.shape[2])
     shape = (len(weight_GHC), *weight_GKN.shape[1:])
@@ -134,7 +135,8 @@ def _weight_gradient_op(gradient_RH: Tensor, rows_RC: Tensor, sizes_G: Tensor) -
     if _native_for(gradient_RH, rows_RC) is None:
         sizes = sizes_G.tolist()
         pairs = zip(gradient_RH.split(sizes), rows_RC.split(sizes), strict=True)
-        return torch.stack([gradient.t() @ rows for gradient, rows in pairs])
+        parts = [gradient.t() @ rows for gradient, rows in pairs]
+        return torch.stack(parts) if parts else rows_RC.new_empty(0, height, columns)
     return _rows_times_rows(gradient_RH, rows_RC, sizes_G, rows_RC.new_empty(num, height, columns), add=False)
 
 

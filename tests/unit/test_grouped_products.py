@@ -110,6 +110,14 @@ def test_bfloat16_multiplies_group_by_group_under_autocast():
     torch.testing.assert_close(weight.grad[0], rows[:3].sum(0).expand(4, 6), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
+def test_no_groups_have_no_rows(dtype):
+    """A rank without copies still runs the step of copies."""
+    empty = torch.empty(0, 5, dtype=dtype), torch.empty(0, 7, 5, dtype=dtype), torch.empty(0, dtype=torch.int64)
+    out, *gradients = with_gradients(grouped_linear, *empty, torch.empty(0, 7, dtype=dtype))
+    assert out.shape == (0, 7) and [tuple(each.shape) for each in gradients] == [(0, 5), (0, 7, 5)]
+
+
 def test_products_are_counted():
     with FlopCounterMode(display=False) as counter:
         rows, weight = draw(10, 6).requires_grad_(), draw(2, 4, 6, seed=1).requires_grad_()
