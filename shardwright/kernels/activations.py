@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shardwright.kernels.triton_modules import triton_module
 from shardwright.library import native_library
 
 
@@ -19,7 +20,9 @@ def gelu(x: Tensor) -> Tensor:
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
-    if not (_is_native(gate) and _is_native(up) and gate.dtype is up.dtype):
+    kernels = triton_module("activations_triton", gate)
+    is_fused = kernels is not None and gate.dtype is up.dtype and gate.dtype is not torch.float64
+    if not (is_fused or (_is_native(gate) and _is_native(up) and gate.dtype is up.dtype)):
         return functional.silu(gate) * up
     return _SwiGlu.apply(gate, up)  # pyright: ignore[reportReturnType]
 
@@ -46,6 +49,8 @@ class _SwiGlu(torch.autograd.Function):
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
         gate, up = gate.contiguous(), up.contiguous()
+        if gate.is_cuda:
+            return triton_module("activations_triton", gate).swiglu(gate, up)  # pyright: ignore[reportOptionalMemberAccess]
         out = torch.empty_like(gate)
         _library().shardwright_swiglu(gate.data_ptr(), up.data_ptr(), *_size(gate), out.data_ptr())
         return out
@@ -54,6 +59,8 @@ class _SwiGlu(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         gradient, (gate, up) = gradient.contiguous(), (saved.contiguous() for saved in ctx.saved_tensors)
+        if gate.is_cuda:
+            return triton_module("activations_triton", gate).swiglu_gradient(gradient, gate, up)  # pyright: ignore[reportOptionalMemberAccess]
         of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
         pointers = gradient.data_ptr(), gate.data_ptr(), up.data_ptr()
         results = of_gate.data_ptr(), of_up.data_ptr()

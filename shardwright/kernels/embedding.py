@@ -5,9 +5,6 @@ Ids of all features are concatenated feature by feature; `offsets` has the start
 features concatenated in one tensor, and for each unpooled feature a tensor with one row per id.
 """
 
-import importlib
-import importlib.util
-import warnings
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
@@ -33,6 +30,7 @@ from shardwright.kernels.arguments import (
 )
 from shardwright.kernels.buffers import BufferPool
 from shardwright.kernels.compile_exempt import disable_compile
+from shardwright.kernels.triton_modules import triton_module
 from shardwright.library import native_library
 from shardwright.spec.optimizer import HYPERPARAMETERS, SGD, SparseOptimizer, from_hyperparameters, hyperparameters
 
@@ -129,17 +127,9 @@ def _operators() -> torch.library.Library:
     return operators
 
 
-@cache
-def _load_triton_kernels() -> Any | None:
-    if importlib.util.find_spec("triton") is None:
-        warnings.warn("triton is not installed: tables on a GPU use the slower PyTorch reference", stacklevel=2)
-        return None
-    return importlib.import_module("shardwright.kernels.embedding_triton")
-
-
 def _triton_kernels_for(ids: Ids) -> Any | None:
     """The Triton kernels if the ids are on a GPU and triton is installed, else None."""
-    return _load_triton_kernels() if ids.values.device.type == "cuda" else None
+    return triton_module("embedding_triton", ids.values)
 
 
 def _lookup_op(weights, *lookups) -> list[Tensor]:

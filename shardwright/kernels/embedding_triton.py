@@ -8,6 +8,7 @@ Shape legend: N lookups.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
@@ -19,11 +20,17 @@ from torch import Tensor
 
 from shardwright.kernels import row_kernels_triton
 from shardwright.kernels.arguments import DTYPES, Ids, TableState, vector_dtype
+from shardwright.kernels.cuda_copies import to_device
 from shardwright.kernels.reference import bag_of_id, vectors_by_feature
 from shardwright.kernels.rounding import step_key
 from shardwright.spec.optimizer import SparseOptimizer, hyperparameters
 
-TILE_ELEMENTS = 1024  # in the tile of a Triton program
+# Elements in a program's tile, and its warps: the fastest on an H200.
+LOOKUP_TILE, LOOKUP_WARPS = 512, 4
+UPDATE_TILE, UPDATE_WARPS = 512, 2
+CHUNK = row_kernels_triton.CHUNK_LOOKUPS.value
+MAX_INT32 = 2**31 - 1
+LOCATED = 1024  # lookups of a program that locates gradients
 MAX_TILE_COLUMNS = 256  # in the tile of a lookup; the tile of an update has full rows
 TRITON_DTYPES = MappingProxyType(
     {torch.float64: tl.float64, torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -40,7 +47,7 @@ def lookup_all(weights: Sequence[Tensor], ids: Ids, vectors: Sequence[Tensor]) -
         else [ids.batch_size]
     )
     columns = min(MAX_TILE_COLUMNS, _next_power(max(weight.shape[1] for weight in weights)))
-    bags = max(1, TILE_ELEMENTS // columns)
+    bags = max(1, LOOKUP_TILE // columns)
     column_tiles = triton.cdiv(max(weight.shape[1] for weight in weights), columns)
     for dtype in {weight.dtype for weight in weights}:
         chosen_features = [feature for feature, table in enumerate(ids.tables) if weights[table].dtype == dtype]
@@ -62,6 +69,8 @@ def lookup_all(weights: Sequence[Tensor], ids: Ids, vectors: Sequence[Tensor]) -
             WEIGHTED=ids.weights is not None,
             BAGS=bags,
             COLUMNS=columns,
+            num_warps=LOOKUP_WARPS,
+            enable_fp_fusion=False,
         )
         if (position := int(first_invalid.min())) != row_kernels_triton.NO_ID.value:
             ids.raise_if_invalid(position)
@@ -77,18 +86,15 @@ def sort_lookups(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
     bags_N = _valid_bags(weights, ids)
     table_starts = list(accumulate((weight.shape[0] for weight in weights), initial=0))
     first_rows_N = _to_device([table_starts[table] for table in ids.tables], device)[bags_N // max(1, ids.batch_size)]
-    keys_N, positions_N = torch.sort(first_rows_N + ids.values, stable=True)
+    keys_N = first_rows_N + ids.values
+    keys_N = keys_N.int() if table_starts[-1] < MAX_INT32 else keys_N  # sorted twice as fast
+    keys_N, positions_N = torch.sort(keys_N, stable=True)
     runs_N = torch.cat([keys_N.new_zeros(min(1, lookups)), (keys_N[1:] != keys_N[:-1]).cumsum(0)])
     starts = torch.searchsorted(runs_N, torch.arange(lookups + 1, device=device))
-    lengths = starts.diff()
-    chunk_ends = torch.where(
-        lengths > row_kernels_triton.CHUNK_LOOKUPS.value,
-        (lengths + row_kernels_triton.CHUNK_LOOKUPS.value - 1) // row_kernels_triton.CHUNK_LOOKUPS.value,
-        0,
-    ).cumsum(0)
-    runs_of_chunks = torch.searchsorted(
-        chunk_ends, torch.arange(2 * lookups // row_kernels_triton.CHUNK_LOOKUPS.value, device=device), right=True
-    )
+    lengths, short = starts.diff(), row_kernels_triton.SHORT_RUN.value
+    chunk_ends = torch.where(lengths > short, (lengths + CHUNK - 1) // CHUNK, 0).cumsum(0)
+    most_chunks = lookups // CHUNK + lookups // (short + 1)  # at most one chunk of a run is not full
+    runs_of_chunks = torch.searchsorted(chunk_ends, torch.arange(most_chunks, device=device), right=True)
     first_chunks = torch.cat([chunk_ends.new_zeros(min(1, lookups)), chunk_ends[:-1]])
     return [positions_N, starts, bags_N, first_chunks, runs_of_chunks]
 
@@ -106,26 +112,27 @@ def update_all(
     if not ids.values.numel():
         return
     tables = _table_structs(states)
-    features, id_weights = _feature_structs(weights, ids, gradients)
     columns = _next_power(max(weight.shape[1] for weight in weights))
     dtype = vector_dtype(weights[0].dtype)
+    located = _locate_gradients(weights, ids, gradients, positions, bags)
     sums = torch.empty(max(1, runs_of_chunks.numel()), columns, dtype=dtype, device=ids.values.device)
-    lookups = (features, tables, positions, starts, bags, ids.offsets, id_weights, ids.batch_size)
-    is_weighted = ids.weights is not None
     if runs_of_chunks.numel():
         grid, chunks = (runs_of_chunks.numel(),), (first_chunks, runs_of_chunks, starts.numel() - 1, sums)
         row_kernels_triton.sum_chunks[grid](
-            *lookups, *chunks, A=TRITON_DTYPES[dtype], WEIGHTED=is_weighted, COLUMNS=columns
+            tables, starts, *located, *chunks, A=TRITON_DTYPES[dtype], COLUMNS=columns, enable_fp_fusion=False
         )
         row_kernels_triton.sum_chunk_sums[grid](starts, *chunks, A=TRITON_DTYPES[dtype], COLUMNS=columns)
     settings_by_name = hyperparameters(optimizer)
     settings, corrections = _setting_tensors(settings_by_name, states, dtype, ids.values.device)
-    rows = max(1, TILE_ELEMENTS // columns)
+    rows = max(1, UPDATE_TILE // columns)
     for dtype_index, weight_dtype in enumerate(DTYPES):
         if not any(weight.dtype == weight_dtype for weight in weights):
             continue
         row_kernels_triton.update_rows[(triton.cdiv(starts.numel() - 1, rows),)](
-            *lookups,
+            tables,
+            starts,
+            *located,
+            positions,
             ids.values,
             first_chunks,
             starts.numel() - 1,
@@ -141,27 +148,26 @@ def update_all(
             CLIPPED=settings_by_name["clip"] > 0,
             BATCH_ROWS=rows,
             A=TRITON_DTYPES[dtype],
-            WEIGHTED=is_weighted,
             COLUMNS=columns,
+            num_warps=UPDATE_WARPS,
+            enable_fp_fusion=False,  # products and sums rounded one by one, as on the CPU
         )
 
 
 def id_weight_gradients_all(weights: Sequence[Tensor], ids: Ids, gradients: Sequence[Tensor], out: Tensor) -> None:
     """The gradient of each id's weight, into `out` (N,)."""
     bags, lookups = _valid_bags(weights, ids), ids.values.numel()
-    features, _ = _feature_structs(weights, ids, gradients)
     tables = _table_structs([TableState(weight, (), 0, 0) for weight in weights])
+    unweighted, positions = replace(ids, weights=None), torch.arange(lookups, device=bags.device)
+    located = _locate_gradients(weights, unweighted, gradients, positions, bags)
     columns = _next_power(max(weight.shape[1] for weight in weights))
-    rows = max(1, TILE_ELEMENTS // columns)
+    rows = max(1, UPDATE_TILE // columns)
     for dtype_index, weight_dtype in enumerate(DTYPES):
         if lookups and any(weight.dtype == weight_dtype for weight in weights):
             row_kernels_triton.dot_rows_with_gradients[(triton.cdiv(lookups, rows),)](
-                features,
                 tables,
                 ids.values,
-                bags,
-                ids.offsets,
-                ids.batch_size,
+                *located,
                 lookups,
                 out,
                 W=TRITON_DTYPES[weight_dtype],
@@ -170,6 +176,34 @@ def id_weight_gradients_all(weights: Sequence[Tensor], ids: Ids, gradients: Sequ
                 A=TRITON_DTYPES[vector_dtype(weight_dtype)],
                 COLUMNS=columns,
             )
+
+
+def _locate_gradients(
+    weights: Sequence[Tensor], ids: Ids, gradients: Sequence[Tensor], positions: Tensor, bags: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For each lookup in the order of `positions`: the address of its row's gradient, its factor, its table."""
+    features, id_weights = _feature_structs(weights, ids, gradients)
+    lookups, dtype = positions.numel(), gradients[0].dtype
+    addresses = torch.empty_like(positions)
+    scales, tables = addresses.new_empty(lookups, dtype=dtype), addresses.new_empty(lookups, dtype=torch.int32)
+    if lookups:
+        row_kernels_triton.locate_gradients[(triton.cdiv(lookups, LOCATED),)](
+            features,
+            positions,
+            bags,
+            ids.offsets,
+            id_weights,
+            ids.batch_size,
+            lookups,
+            addresses,
+            scales,
+            tables,
+            A=TRITON_DTYPES[dtype],
+            WEIGHTED=ids.weights is not None,
+            BLOCK=LOCATED,
+            enable_fp_fusion=False,
+        )
+    return addresses, scales, tables
 
 
 def _valid_bags(weights: Sequence[Tensor], ids: Ids) -> Tensor:
@@ -214,8 +248,7 @@ def _setting_tensors(
 
 
 def _to_device(rows: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    tensor = torch.tensor(rows, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return to_device(torch.tensor(rows, dtype=dtype), device)
 
 
 def _next_power(size: int) -> int:

@@ -1,13 +1,14 @@
 """Linear layers of groups of rows, each group with a weight of its own, such as the experts of a mixture.
 
-Native on the CPU for float32 and float64: each number of a result is a sum in a fixed order, so that a row's result, to
-the bit, does not depend on the rows beside it. Other dtypes and devices multiply group by group.
+Native on the CPU for float32 and float64, Triton on GPUs for bf16, fp16 and float32 (Hopper or later; rows of whole 16
+bytes): each number of a result is a sum in a fixed order, so that a row's result, to the bit, does not depend on the
+rows beside it. Other dtypes and devices multiply group by group.
 
 Shape legend: R rows, ordered by group; G groups; C input channels; H output channels; K, N: of a product, C or H.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +16,17 @@ from torch.utils.flop_counter import register_flop_formula
 
 from shardwright.errors import UserError
 from shardwright.kernels.native import lengths_to_offsets
+from shardwright.kernels.triton_modules import triton_module
 from shardwright.library import native_library
 
 FACTORS = "deferred_factors"  # attribute of a weight whose gradient is computed later: a list
 
 
 def grouped_linear(rows_RC: Tensor, weight_GHC: Tensor, sizes_G: Tensor) -> Tensor:
-    """(R, H): each row times the transposed weight of its group; `sizes_G`: the rows of each group, on the CPU."""
+    """(R, H): each row times the transposed weight of its group; `sizes_G`: the rows of each group.
+
+    Sizes on the CPU must add up to R; those on a GPU are not looked at, so that nothing waits for them.
+    """
     factors = getattr(weight_GHC, FACTORS, None)
     if factors is None:
         return torch.ops.shardwright.grouped_linear(rows_RC, weight_GHC, sizes_G)
@@ -115,6 +120,9 @@ def _times_weights(rows_RK: Tensor, weight_GHC: Tensor, sizes_G: Tensor, *, tran
     weight_GKN = weight_GHC.mT if transposed else weight_GHC
     _check(rows_RK, weight_GKN.shape[1], len(weight_GHC), sizes_G)
     native = _native_for(rows_RK, weight_GHC)
+    kernels = _triton_for(rows_RK, weight_GHC)
+    if kernels is not None:
+        return kernels.rows_times_weights(rows_RK, weight_GHC, sizes_G, transposed=transposed)
     if native is None:
         pairs = zip(rows_RK.split(sizes_G.tolist()), weight_GKN, strict=True)
         parts = [rows @ weight for rows, weight in pairs]
@@ -132,6 +140,9 @@ def _weight_gradient_op(gradient_RH: Tensor, rows_RC: Tensor, sizes_G: Tensor) -
     num, height, columns = len(sizes_G), gradient_RH.shape[1], rows_RC.shape[1]
     _check(gradient_RH, height, num, sizes_G)
     _check(rows_RC, columns, num, sizes_G)
+    kernels = _triton_for(gradient_RH, rows_RC)
+    if kernels is not None:
+        return kernels.rows_times_rows(gradient_RH, rows_RC, sizes_G)
     if _native_for(gradient_RH, rows_RC) is None:
         sizes = sizes_G.tolist()
         pairs = zip(gradient_RH.split(sizes), rows_RC.split(sizes), strict=True)
@@ -155,9 +166,10 @@ def _rows_times_rows(gradient_RH: Tensor, rows_RC: Tensor, sizes_G: Tensor, out_
 def _check(rows: Tensor, channels: int, num_groups: int, sizes_G: Tensor) -> None:
     if rows.dim() != 2 or rows.shape[1] != channels:
         raise UserError(f"rows have shape {tuple(rows.shape)}; wanted (rows, {channels})")
-    if sizes_G.device.type != "cpu":
-        raise UserError(f"sizes of groups are on {sizes_G.device}; wanted on the CPU")
-    if sizes_G.shape != (num_groups,) or sizes_G.dtype is not torch.int64 or int(sizes_G.sum()) != len(rows):
+    if sizes_G.device.type not in ("cpu", rows.device.type):
+        raise UserError(f"sizes of groups are on {sizes_G.device}; wanted on the CPU or {rows.device}")
+    is_wrong = sizes_G.shape != (num_groups,) or sizes_G.dtype is not torch.int64
+    if is_wrong or (sizes_G.device.type == "cpu" and int(sizes_G.sum()) != len(rows)):
         sizes = f"{sizes_G.dtype} of shape {tuple(sizes_G.shape)} and sum {int(sizes_G.sum())}"
         raise UserError(f"sizes of groups are {sizes}; wanted int64, {num_groups} numbers, sum {len(rows)}")
 
@@ -167,6 +179,11 @@ def _native_for(first: Tensor, second: Tensor):
         raise UserError(f"rows are on {first.device}, the other factor on {second.device}")
     is_native = first.dtype in (torch.float32, torch.float64) and first.dtype is second.dtype
     return native_library() if is_native and first.device.type == "cpu" else None
+
+
+def _triton_for(first: Tensor, second: Tensor) -> Any | None:
+    kernels = triton_module("grouped_products_triton", first)
+    return kernels if kernels is not None and kernels.is_supported(first, second) else None
 
 
 def _linear_fake(rows_RC: Tensor, weight_GHC: Tensor, sizes_G: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from shardwright.kernels.arguments import POOLINGS
 from shardwright.kernels.optimizers_triton import DECAY, LR, divide
 
 CHUNK_LOOKUPS = tl.constexpr(32)  # lookups of one row that one program sums
+SHORT_RUN = tl.constexpr(32)  # lookups of one row up to which its update sums them
 NO_ID = tl.constexpr(2**62)
 MEAN, NONE = tl.constexpr(POOLINGS.index("mean")), tl.constexpr(POOLINGS.index("none"))
 # Fields of the features' and the tables' structs, rows of int64.
@@ -68,27 +69,25 @@ def pool_rows(
 
 
 @triton.jit
-def _table_index(position, has, features, bags, batch):
-    """Index of the table that each lookup reads."""
-    bag = tl.load(bags + position, mask=has, other=0)
-    return tl.load(features + bag // batch * FEATURE_FIELDS + TABLE, mask=has, other=0)
-
-
-@triton.jit
-def _load_gradients(
-    position,
-    has,
-    dim,
+def locate_gradients(
     features,
+    positions,
     bags,
     offsets,
     id_weights,
     batch,
+    lookups,
+    addresses_out,
+    scales_out,
+    tables_out,
     A: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """The gradient of each lookup's row."""
+    """For each lookup in the order of `positions`: the address of its row's gradient, its factor, its table."""
+    lookup = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    has = lookup < lookups
+    position = tl.load(positions + lookup, mask=has, other=0)
     bag = tl.load(bags + position, mask=has, other=0)
     feature_index = bag // batch
     feature = features + feature_index * FEATURE_FIELDS
@@ -98,23 +97,32 @@ def _load_gradients(
     vectors = tl.load(feature + VECTORS, mask=has, other=0).to(tl.pointer_type(A))
     vectors += vector_row * tl.load(feature + STRIDE, mask=has, other=0)
     length = tl.load(offsets + bag + 1, mask=has, other=1) - tl.load(offsets + bag, mask=has, other=0)
-    ones = tl.full(length.shape, 1.0, A)
+    ones = tl.full([BLOCK], 1.0, A)
     scale = tl.where(kind == MEAN, divide(ones, tl.maximum(length, 1).to(A), A), ones)
     if WEIGHTED:
         scale *= tl.load(id_weights + position, mask=has, other=0.0)
+    tl.store(addresses_out + lookup, vectors.to(tl.int64), mask=has)
+    tl.store(scales_out + lookup, scale, mask=has)
+    tl.store(tables_out + lookup, tl.load(feature + TABLE, mask=has, other=0).to(tl.int32), mask=has)
+
+
+@triton.jit
+def _load_gradients(lookup, has, dim, addresses, scales, A: tl.constexpr, COLUMNS: tl.constexpr):
+    """The gradient of each lookup's row; `lookup`: its place in the order of `locate_gradients`."""
+    vectors = tl.load(addresses + lookup, mask=has, other=0).to(tl.pointer_type(A))
+    scale = tl.load(scales + lookup, mask=has, other=0.0)
     column = tl.arange(0, COLUMNS)
-    mask = has[:, None] & (column[None, :] < dim[:, None])
+    mask = column[None, :] < tl.where(has, dim, 0)[:, None]
     return tl.load(vectors[:, None] + column[None, :], mask=mask, other=0.0) * scale[:, None]
 
 
 @triton.jit
 def dot_rows_with_gradients(
-    features,
     tables,
     values,
-    bags,
-    offsets,
-    batch,
+    addresses,
+    scales,
+    table_indices,
     lookups,
     out,
     W: tl.constexpr,
@@ -126,10 +134,10 @@ def dot_rows_with_gradients(
     """The gradient of each id's weight: the dot product of its row with the row's gradient at weight 1."""
     position = tl.program_id(0).to(tl.int64) * BATCH_ROWS + tl.arange(0, BATCH_ROWS)
     has = position < lookups
-    table = tables + _table_index(position, has, features, bags, batch) * TABLE_FIELDS
+    table = tables + tl.load(table_indices + position, mask=has, other=0) * TABLE_FIELDS
     has &= tl.load(table + DTYPE, mask=has, other=-1) == DTYPE_INDEX
     dim = tl.load(table + DIM, mask=has, other=0)
-    grad = _load_gradients(position, has, dim, features, bags, offsets, values, batch, A, False, COLUMNS)
+    grad = _load_gradients(position, has, dim, addresses, scales, A, COLUMNS)
     column = tl.arange(0, COLUMNS)
     row = tl.load(values + position, mask=has, other=0).to(tl.int64)
     weight = tl.load(table + WEIGHT, mask=has, other=0).to(tl.pointer_type(W))[:, None]
@@ -140,20 +148,16 @@ def dot_rows_with_gradients(
 
 @triton.jit
 def sum_chunks(
-    features,
     tables,
-    positions,
     starts,
-    bags,
-    offsets,
-    id_weights,
-    batch,
+    addresses,
+    scales,
+    table_indices,
     first_chunks,
     runs_of_chunks,
     runs,
     sums,
     A: tl.constexpr,
-    WEIGHTED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Sum the gradients of one chunk of the lookups of a row."""
@@ -163,10 +167,9 @@ def sum_chunks(
         index = (chunk - tl.load(first_chunks + run)) * CHUNK_LOOKUPS + tl.arange(0, CHUNK_LOOKUPS)
         lookup = tl.load(starts + run) + index
         has = lookup < tl.load(starts + run + 1)
-        position = tl.load(positions + lookup, mask=has, other=0)
-        table = tables + _table_index(position, has, features, bags, batch) * TABLE_FIELDS
+        table = tables + tl.load(table_indices + lookup, mask=has, other=0) * TABLE_FIELDS
         dim = tl.load(table + DIM, mask=has, other=0)
-        grad = _load_gradients(position, has, dim, features, bags, offsets, id_weights, batch, A, WEIGHTED, COLUMNS)
+        grad = _load_gradients(lookup, has, dim, addresses, scales, A, COLUMNS)
         tl.store(sums + chunk * COLUMNS + tl.arange(0, COLUMNS), tl.sum(grad, 0))
 
 
@@ -188,14 +191,12 @@ def sum_chunk_sums(starts, first_chunks, runs_of_chunks, runs, sums, A: tl.const
 
 @triton.jit
 def update_rows(
-    features,
     tables,
-    positions,
     starts,
-    bags,
-    offsets,
-    id_weights,
-    batch,
+    addresses,
+    scales,
+    table_indices,
+    positions,
     values,
     first_chunks,
     runs,
@@ -211,7 +212,6 @@ def update_rows(
     CLIPPED: tl.constexpr,
     BATCH_ROWS: tl.constexpr,
     A: tl.constexpr,
-    WEIGHTED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Update some rows: sum their gradients, apply the optimizer, write weights and state once."""
@@ -221,22 +221,20 @@ def update_rows(
         return
     end = tl.load(starts + run + 1, mask=run < runs, other=runs)
     has = begin < end
-    position = tl.load(positions + begin, mask=has, other=0)
-    table_index = _table_index(position, has, features, bags, batch)
+    table_index = tl.load(table_indices + begin, mask=has, other=0)
     table = tables + table_index * TABLE_FIELDS
     has &= (tl.load(table + DTYPE, mask=has, other=-1) == DTYPE_INDEX) & (
         tl.load(table + TRAINED, mask=has, other=0) != 0
     )
     dim = tl.load(table + DIM, mask=has, other=1)
-    is_short = has & (end - begin <= CHUNK_LOOKUPS)
+    is_short = has & (end - begin <= SHORT_RUN)
     column = tl.arange(0, COLUMNS)
-    is_long = has & (end - begin > CHUNK_LOOKUPS)
+    is_long = has & (end - begin > SHORT_RUN)
     chunk = tl.load(first_chunks + run, mask=run < runs, other=0)
     grad = tl.load(sums + chunk[:, None] * COLUMNS + column[None, :], mask=is_long[:, None], other=0.0)
     for i in range(0, tl.max(tl.where(is_short, end - begin, 0), 0)):
         valid = is_short & (begin + i < end)
-        position = tl.load(positions + begin + i, mask=valid, other=0)
-        grad += _load_gradients(position, valid, dim, features, bags, offsets, id_weights, batch, A, WEIGHTED, COLUMNS)
+        grad += _load_gradients(begin + i, valid, dim, addresses, scales, A, COLUMNS)
 
     position = tl.load(positions + begin, mask=has, other=0)
     row = tl.load(values + position, mask=has, other=0).to(tl.int64)

@@ -80,6 +80,11 @@ class TopKGate(nn.Module):
         self.random_second = True
         return self
 
+    @property
+    def may_drop(self) -> bool:
+        """Whether some choices may be dropped."""
+        return bool(self.capacity or self.random_second)
+
     def forward(self, x_BC: Tensor) -> Routing:
         """(B, C) or (B, ..., C): samples with one token or several."""
         scores_NE = self._score(x_BC.flatten(0, -2))
@@ -95,7 +100,7 @@ class TopKGate(nn.Module):
         groups = [slice((end - size) * num_tokens, end * num_tokens) for end, size in zip(ends, sizes, strict=True)]
         penalties = [self._penalty(scores_NE[group], experts_NK[group]) for group in groups]
         penalty_B = torch.cat([penalty.expand(size) for penalty, size in zip(penalties, sizes, strict=True)])
-        if (self.capacity or self.random_second) and not experts_NK.is_meta:
+        if self.may_drop and not experts_NK.is_meta:
             kept_NK = torch.cat(
                 [self._keep(experts_NK[group], weights_NK[group], number) for number, group in enumerate(groups)]
             )

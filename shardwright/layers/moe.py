@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from shardwright.kernels.activations import gelu, swiglu
 from shardwright.kernels.grouped_products import grouped_linear, repeat_by_group
+from shardwright.kernels.triton_modules import triton_module
 from shardwright.layers.gates import DROPPED, Routing, TopKGate
 
 
@@ -31,7 +32,7 @@ class MoESpec:
 
 
 class LinearExperts(nn.Module):
-    """One linear layer per expert: (R, C) -> (R, H); rows ordered by expert, `sizes_E` rows of each, on the CPU."""
+    """One linear layer per expert: (R, C) -> (R, H); rows ordered by expert, `sizes_E` rows of each."""
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, *, bias: bool = True) -> None:
         super().__init__()
@@ -90,10 +91,15 @@ class ExpertExchange(Protocol):
 
 
 class LocalExperts:
-    """All experts are on this device."""
+    """All experts are on this device. `gate`: the one that chooses; without one, some choices may be dropped."""
+
+    def __init__(self, gate: TopKGate | None = None) -> None:
+        self._gate = gate
 
     def forward(self, experts: nn.Module, tokens_NC: Tensor, routing: Routing, num_experts: int) -> Tensor:
-        order_R, sizes_E = order_by_expert(routing.experts_NK.flatten(), num_experts)
+        is_complete = self._gate is not None and not self._gate.may_drop
+        order = order_all_by_expert if is_complete and tokens_NC.is_cuda else order_by_expert
+        order_R, sizes_E = order(routing.experts_NK.flatten(), num_experts)
         rows_RC = gather_rows(tokens_NC, order_R, routing.experts_NK.shape[1])
         return combine_rows(experts(rows_RC, sizes_E), order_R, routing)
 
@@ -110,6 +116,13 @@ def order_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     sizes_E = torch.bincount(chosen[chosen >= 0], minlength=num_experts).cpu()
     order = chosen.argsort(stable=True)  # dropped choices come first
     return order[len(chosen) - int(sizes_E.sum()) :], sizes_E
+
+
+def order_all_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The same if none was dropped; the numbers by expert stay on the device: the CPU does not wait for them."""
+    ordered, order = chosen.sort(stable=True)
+    starts = torch.searchsorted(ordered, torch.arange(num_experts + 1, device=chosen.device))
+    return order, starts.diff()
 
 
 def gather_rows(tokens_NC: Tensor, order_R: Tensor, num_chosen: int) -> Tensor:
@@ -129,6 +142,10 @@ class _GatherRows(torch.autograd.Function):
     def backward(ctx, grad_RC):
         num_tokens, num_chosen = ctx.shape
         (order_R,) = ctx.saved_tensors
+        kernels = triton_module("routing_triton", grad_RC)
+        if kernels is not None:
+            positions_NK = _positions(order_R, num_tokens * num_chosen, absent=-1).view(num_tokens, num_chosen)
+            return kernels.sum_choices(grad_RC, positions_NK, None), None, None
         by_choice = grad_RC.new_zeros(num_tokens * num_chosen, grad_RC.shape[1]).index_copy(0, order_R, grad_RC)
         return by_choice.view(num_tokens, num_chosen, grad_RC.shape[1]).sum(1), None, None
 
@@ -138,12 +155,36 @@ def combine_rows(out_RH: Tensor, order_R: Tensor, routing: Routing) -> Tensor:
     experts_NK = routing.experts_NK
     if not len(out_RH):
         return out_RH.sum(0).expand(len(experts_NK), -1)  # zeros that belong to the graph
-    positions = experts_NK.new_zeros(experts_NK.numel())  # a dropped choice takes any row, and then zeros
-    positions = positions.index_copy(0, order_R, torch.arange(len(order_R), device=experts_NK.device))
+    kernels = triton_module("routing_triton", out_RH)
+    if kernels is not None:
+        positions_NK = _positions(order_R, experts_NK.numel(), absent=-1).view_as(experts_NK)
+        return _CombineRows.apply(out_RH, positions_NK, routing.weights_NK, kernels)  # pyright: ignore[reportReturnType]
+    positions = _positions(order_R, experts_NK.numel(), absent=0)  # a dropped choice takes any row, and then zeros
     out_NKH = out_RH.index_select(0, positions).unflatten(0, tuple(experts_NK.shape))
     if len(order_R) < experts_NK.numel():
         out_NKH = out_NKH.masked_fill((experts_NK == DROPPED).unsqueeze(2), 0.0)
     return (out_NKH * routing.weights_NK.unsqueeze(2)).sum(1).to(out_RH.dtype)
+
+
+def _positions(order_R: Tensor, num_choices: int, *, absent: int) -> Tensor:
+    """The row of each choice; of a dropped one, `absent`."""
+    positions = torch.full((num_choices,), absent, dtype=torch.int64, device=order_R.device)
+    return positions.index_copy(0, order_R, torch.arange(len(order_R), device=order_R.device))
+
+
+class _CombineRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out_RH, positions_NK, weights_NK, kernels):
+        ctx.save_for_backward(out_RH, positions_NK, weights_NK)
+        ctx.kernels = kernels
+        return kernels.sum_choices(out_RH, positions_NK, weights_NK)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_NH):
+        out_RH, positions_NK, weights_NK = (saved.contiguous() for saved in ctx.saved_tensors)
+        of_rows, of_weights = ctx.kernels.sum_choices_gradient(grad_NH, out_RH, positions_NK, weights_NK)
+        return of_rows, None, of_weights, None
 
 
 class MoE(nn.Module):
@@ -161,7 +202,7 @@ class MoE(nn.Module):
         self.gate = gate
         self.experts = experts
         self.shared = shared
-        self.exchange = LocalExperts()
+        self.exchange = LocalExperts(gate)
 
     @property
     def num_experts(self) -> int:
