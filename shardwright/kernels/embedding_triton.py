@@ -26,7 +26,7 @@ from shardwright.kernels.rounding import step_key
 from shardwright.spec.optimizer import SparseOptimizer, hyperparameters
 
 # Elements in a program's tile, and its warps: the fastest on an H200.
-LOOKUP_TILE, LOOKUP_WARPS = 512, 4
+LOOKUP_TILE, LOOKUP_WARPS = 256, 1
 UPDATE_TILE, UPDATE_WARPS = 512, 2
 CHUNK = row_kernels_triton.CHUNK_LOOKUPS.value
 MAX_INT32 = 2**31 - 1
