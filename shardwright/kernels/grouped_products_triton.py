@@ -22,8 +22,8 @@ from shardwright.kernels.cuda_copies import to_device
 ALIGNMENT = 16  # bytes; of each row, for the hardware that copies tiles
 BAND = 8  # row tiles whose columns are computed together, so that weights stay in the cache
 SUMMED = MappingProxyType({torch.bfloat16: 64, torch.float16: 64, torch.float32: 32})  # channels of a block
-# Tiles that were fastest on an H200. Of products of rows, small ones, so that a processor has two at a time: one is
-# computed while the other begins or ends.
+# Tiles that were fastest on an H200: so small that a processor has two at a time, one of which is computed while the
+# other begins or ends.
 TILE, SUMMED_ROWS = 128, 32
 
 
@@ -153,11 +153,12 @@ def rows_times_weights(rows_RK: Tensor, weight_G: Tensor, sizes_G: Tensor, *, tr
     rows_RK, weight_G = rows_RK.contiguous(), weight_G.contiguous()
     num_channels = weight_G.shape[1 if transposed else 2]
     out_RN = rows_RK.new_empty(len(rows_RK), num_channels)
-    block_n, block_k = 256 if rows_RK.itemsize == 2 and num_channels > 128 else 128, SUMMED[rows_RK.dtype]
-    block_of_weight = [1, block_n, block_k] if transposed else [1, block_k, block_n]
+    block_k, is_short = SUMMED[rows_RK.dtype], rows_RK.itemsize == 2
+    block_of_weight = [1, TILE, block_k] if transposed else [1, block_k, TILE]
     tiles, _ = find_tiles(sizes_G, len(rows_RK), TILE, rows_RK.device)
-    num_tiles = (len(tiles) - 1) * triton.cdiv(num_channels, block_n)
-    rows_times_weights_kernel[(min(num_tiles, _num_processors(rows_RK.device)),)](
+    num_tiles = (len(tiles) - 1) * triton.cdiv(num_channels, TILE)
+    num_programs = (2 if is_short else 1) * _num_processors(rows_RK.device)
+    rows_times_weights_kernel[(min(num_tiles, num_programs),)](
         TensorDescriptor.from_tensor(rows_RK, [TILE, block_k]),
         TensorDescriptor.from_tensor(weight_G, block_of_weight),
         out_RN,
@@ -167,10 +168,10 @@ def rows_times_weights(rows_RK: Tensor, weight_G: Tensor, sizes_G: Tensor, *, tr
         TRANSPOSED=transposed,
         PRECISION=_precision(),
         BLOCK_R=TILE,
-        BLOCK_N=block_n,
+        BLOCK_N=TILE,
         BLOCK_K=block_k,
         BAND=BAND,
-        num_warps=8,
+        num_warps=4 if is_short else 8,
         num_stages=3,
     )
     return out_RN

@@ -43,14 +43,14 @@ def _compile(kernel, signature: dict[str, str], constants: dict, *about, **optio
 
 def compile_experts() -> None:
     """The kernels of experts, for bf16."""
-    dtype, block = "bf16", {"PRECISION": "ieee", "BLOCK_R": 128, "BLOCK_N": 256, "BLOCK_K": 64}
-    for transposed, weight in ((True, "[1, 256, 64]"), (False, "[1, 64, 256]")):
+    dtype, block = "bf16", {"PRECISION": "ieee", "BLOCK_R": 128, "BLOCK_N": 128, "BLOCK_K": 64}
+    for transposed, weight in ((True, "[1, 128, 64]"), (False, "[1, 64, 128]")):
         constants = {"TRANSPOSED": transposed, **block, "BAND": 8}
         signature = {"rows": f"tensordesc<{dtype}[128, 64]>", "weight": f"tensordesc<{dtype}{weight}>"}
         signature |= {"out": f"*{dtype}", "tiles": "*i32", "N": "i32", "K": "i32"} | dict.fromkeys(
             constants, "constexpr"
         )
-        _compile(products.rows_times_weights_kernel, signature, constants, num_warps=8, num_stages=3)
+        _compile(products.rows_times_weights_kernel, signature, constants, num_warps=4, num_stages=3)
     constants = {"PRECISION": "ieee", "BLOCK_R": 32, "BLOCK_H": 128, "BLOCK_C": 128}
     signature = dict.fromkeys(("left", "right"), f"tensordesc<{dtype}[32, 128]>") | {
         "groups": "*i32",
