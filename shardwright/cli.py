@@ -14,6 +14,7 @@ from shardwright.checkpoint.commands import checkpoint
 from shardwright.data.commands import data
 from shardwright.errors import UserError, check_file_name
 from shardwright.lab.commands import lab
+from shardwright.report.cache_commands import cache_sim
 from shardwright.runtime.run.reader import reader
 from shardwright.serving import commands as serving
 from shardwright.spec import presets, routing_trace
@@ -37,6 +38,7 @@ app.add_typer(lab, name="lab")
 app.add_typer(checkpoint, name="checkpoint")
 app.command()(serving.export)
 app.command()(serving.serve)
+app.command("cache-sim")(cache_sim)
 
 
 def _print_version(requested: bool) -> None:

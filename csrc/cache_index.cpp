@@ -1,0 +1,352 @@
+// Which rows are in a cache, and on which line: a set-associative index of 32 ways.
+//
+// A row's key selects its set. `place` finds the lines of a batch's distinct rows, evicts others where rows are
+// missing, and pins the lines until `release`, since the batch still reads and updates them. Evicted lines that were
+// written must be copied to the slower memory before the missing rows are copied in.
+//
+// The line to evict: the one with the farthest next use among the batches that were announced; of those without, the
+// one with the lowest score, if rows are placed with scores of the caller; of those, with the fewest uses, halved for
+// every `half_life` batches since the last use (0: all are equal; negative: never halved); of those, the one whose last
+// use is longest ago. So half_life 0 is LRU, a negative one LFU, and others are LFU with ageing.
+//
+// If all lines of its set are pinned, a row is placed in another set, and leaves the cache once it is released.
+
+#include <algorithm>
+#include <cstring>
+#include <unordered_map>
+#include <vector>
+
+#include "cache_set.h"
+#include "threads.h"
+
+namespace {
+
+constexpr int64_t kAhead = 16, kClose = 6;  // keys ahead whose set, and whose line's entries, are fetched
+
+struct Counts {
+  int64_t missing, written, evicted, conflicts;
+};
+
+// A part of a batch: the rows of a range of sets.
+struct Part {
+  std::vector<int64_t> rows;  // positions in the batch
+  std::vector<uint64_t> hashes;
+  std::vector<int64_t> missing, written_lines, written_keys, conflicts;
+  int64_t evicted = 0;
+};
+
+class Index {
+ public:
+  Index(int64_t num_sets, int64_t half_life)
+      : num_sets_(num_sets), half_life_(half_life), sets_(scratch<Set>(num_sets)) {
+    std::memset(static_cast<void*>(sets_.get()), 0, num_sets * sizeof(Set));
+  }
+
+  // Announces the rows of the batch after those announced or placed so far. Returns its number, or -1 if too many
+  // batches are announced.
+  int64_t announce(const int64_t* keys, int64_t n) {
+    const uint32_t number = std::max(announced_, batch_) + 1;
+    if (number - batch_ >= kWindow) return kNoWay;
+    announced_ = number;
+    const uint32_t bit = 1u << number % kWindow;
+    for (int64_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) __builtin_prefetch(&set_of(hash_of(keys[i + kAhead])));
+      window_.add(keys[i], bit);
+      Line line = find(hash_of(keys[i]), keys[i]);
+      if (line.set) line.set->next[line.way] |= bit;
+    }
+    return number;
+  }
+
+  // Places the distinct rows of a batch; `lines` are theirs. Positions of missing rows go to `missing`; lines that were
+  // written and are now another row's, and their former rows, to `written_lines` and `written_keys`, all of size n +
+  // num_away(). Returns false if the batches in flight need more lines than there are; the index is then of no use.
+  bool place(const int64_t* keys, const float* scores, int64_t n, int64_t* lines, int64_t* missing,
+             int64_t* written_lines, int64_t* written_keys, Counts* counts) {
+    ++batch_;
+    *counts = {};
+    Part moved;
+    drop_away(moved);
+    const int64_t threads = threads_for(n);
+    std::vector<Part> parts(threads);
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int64_t p = 0; p < threads; ++p) {
+      const uint64_t begin = num_sets_ * p / threads, end = num_sets_ * (p + 1) / threads;
+      Part& part = parts[p];
+      for (int64_t i = 0; i < n; ++i) {
+        const uint64_t hash = hash_of(keys[i]), set = number_of(hash);
+        if (set < begin || set >= end) continue;
+        part.rows.push_back(i);
+        part.hashes.push_back(hash);
+      }
+      place_part(part, keys, scores, lines);
+    }
+    for (Part& part : parts)
+      for (const int64_t i : part.conflicts)
+        if (!place_away(part, keys[i], scores ? scores[i] : 0.0f, i, lines)) return false;
+    parts.push_back(std::move(moved));
+    for (const Part& part : parts) {
+      std::copy(part.missing.begin(), part.missing.end(), missing + counts->missing);
+      std::copy(part.written_lines.begin(), part.written_lines.end(), written_lines + counts->written);
+      std::copy(part.written_keys.begin(), part.written_keys.end(), written_keys + counts->written);
+      counts->missing += part.missing.size();
+      counts->written += part.written_lines.size();
+      counts->evicted += part.evicted;
+      counts->conflicts += part.conflicts.size();
+    }
+    return true;
+  }
+
+  // Ends a batch's use of these lines. May run beside `place`.
+  void release(const int64_t* lines, int64_t n, bool written) {
+    for (int64_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) __builtin_prefetch(&sets_[lines[i + kAhead] / kWays], 1);
+      Set& set = sets_[lines[i] / kWays];
+      const int64_t way = lines[i] % kWays;
+      if (written) __atomic_store_n(&set.written[way], 1, __ATOMIC_RELAXED);
+      __atomic_fetch_sub(&set.pins[way], 1, __ATOMIC_RELEASE);
+    }
+  }
+
+  // The lines of rows, -1 for rows that are not in the cache; changes nothing.
+  void find_lines(const int64_t* keys, int64_t n, int64_t* lines) const {
+#pragma omp parallel for num_threads(threads_for(n)) schedule(static)
+    for (int64_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) __builtin_prefetch(&set_of(hash_of(keys[i + kAhead])));
+      const Line line = find(hash_of(keys[i]), keys[i]);
+      lines[i] = line.set ? number_of(line) : kNoWay;
+    }
+  }
+
+  // Lines that were written, and their rows; with `clear` they count as not written from now on. Without `lines` only
+  // their number is returned.
+  int64_t written(int64_t* lines, int64_t* keys, bool clear) {
+    int64_t found = 0;
+    for (uint64_t s = 0; s < num_sets_; ++s)
+      for (int64_t way = 0; way < kWays; ++way) {
+        Set& set = sets_[s];
+        if (!(set.full >> way & 1) || !set.written[way]) continue;
+        if (lines) lines[found] = s * kWays + way, keys[found] = set.keys[way];
+        if (clear) set.written[way] = 0;
+        ++found;
+      }
+    return found;
+  }
+
+  int64_t num_away() const { return away_.size(); }
+
+ private:
+  struct Line {
+    Set* set;
+    int64_t way;
+  };
+
+  uint64_t number_of(uint64_t hash) const { return uint64_t((unsigned __int128)hash * num_sets_ >> 64); }
+  int64_t number_of(const Line& line) const { return (line.set - sets_.get()) * kWays + line.way; }
+  Set& set_of(uint64_t hash) const { return sets_[number_of(hash)]; }
+
+  Line find(uint64_t hash, int64_t key) const {
+    Set& set = set_of(hash);
+    const int64_t way = way_of(set, hash, key);
+    if (way != kNoWay) return {&set, way};
+    if (set.away) {
+      const auto found = away_.find(key);
+      if (found != away_.end()) return {&sets_[found->second / kWays], found->second % kWays};
+    }
+    return {nullptr, 0};
+  }
+
+  // Rows that are in the cache first, so that they are not evicted for the others.
+  void place_part(Part& part, const int64_t* keys, const float* scores, int64_t* lines) {
+    const int64_t n = part.rows.size();
+    const uint32_t bit = 1u << batch_ % kWindow;
+    std::vector<int64_t> missing;
+    for (int64_t i = 0; i < n; ++i) {
+      fetch_ahead(part.hashes, i, scores);
+      const int64_t at = part.rows[i], key = keys[at];
+      const Line line = find(part.hashes[i], key);
+      if (!line.set) {
+        missing.push_back(i);
+        continue;
+      }
+      if (announced_ >= batch_) window_.take(key, bit);
+      use(line, scores ? scores[at] : 0.0f, line.set->next[line.way] & ~bit);
+      lines[at] = number_of(line);
+    }
+    for (const int64_t i : missing) {
+      const int64_t at = part.rows[i];
+      Line line{&set_of(part.hashes[i]), 0};
+      line.way = victim(*line.set);
+      if (line.way == kNoWay) {
+        part.conflicts.push_back(at);
+        continue;
+      }
+      fill(part, line, part.hashes[i], keys[at], scores ? scores[at] : 0.0f);
+      part.missing.push_back(at);
+      lines[at] = number_of(line);
+    }
+  }
+
+  void fetch_ahead(const std::vector<uint64_t>& hashes, int64_t i, bool has_scores) const {
+    const int64_t n = hashes.size();
+    if (i + kAhead < n) {
+      const Set& set = set_of(hashes[i + kAhead]);
+      __builtin_prefetch(&set);
+      __builtin_prefetch(set.pins, 1);
+    }
+    if (i + kClose >= n) return;
+    Set& set = set_of(hashes[i + kClose]);
+    const uint32_t ways = ways_with(set, uint8_t(hashes[i + kClose]));
+    if (!ways) return;
+    const int64_t way = __builtin_ctz(ways);
+    __builtin_prefetch(&set.keys[way]);
+    __builtin_prefetch(&set.uses[way], 1);
+    __builtin_prefetch(&set.last[way], 1);
+    __builtin_prefetch(&set.next[way], 1);
+    if (has_scores) __builtin_prefetch(&set.scores[way], 1);
+  }
+
+  // The way to evict, or an empty one; kNoWay if all are pinned.
+  int64_t victim(const Set& set) const {
+    if (~set.full) return __builtin_ctz(~set.full);
+    int64_t best = kNoWay;
+    uint32_t best_distance = 0, best_uses = 0, best_age = 0;
+    float best_score = 0.0f;
+    for (int64_t way = 0; way < kWays; ++way) {
+      if (set.guests >> way & 1 || is_pinned(set, way)) continue;
+      const uint32_t distance = distance_of(set.next[way]), age = batch_ - set.last[way];
+      const uint32_t uses = aged(set.uses[way], age);
+      const float score = set.scores[way];
+      bool better = best == kNoWay || distance > best_distance;
+      if (!better && distance == best_distance) {
+        better = score < best_score;
+        if (score == best_score) better = uses != best_uses ? uses < best_uses : age > best_age;
+      }
+      if (better) best = way, best_distance = distance, best_uses = uses, best_age = age, best_score = score;
+    }
+    return best;
+  }
+
+  // Batches until the next announced use; kWindow without one.
+  uint32_t distance_of(uint32_t next) const {
+    if (!next) return kWindow;
+    const uint32_t shift = batch_ % kWindow, turned = shift ? next >> shift | next << (kWindow - shift) : next;
+    return __builtin_ctz(turned);
+  }
+
+  uint32_t aged(uint32_t uses, uint32_t age) const {
+    if (half_life_ < 0) return uses;
+    const uint64_t halvings = half_life_ ? age / half_life_ : 32;
+    return halvings < 32 ? uses >> halvings : 0;
+  }
+
+  void use(Line line, float score, uint32_t next) {
+    Set& set = *line.set;
+    const uint32_t uses = aged(set.uses[line.way], batch_ - set.last[line.way]);
+    if (half_life_) set.uses[line.way] = uses + (uses != UINT32_MAX);
+    set.last[line.way] = batch_;
+    set.next[line.way] = next;
+    set.scores[line.way] = score;
+    __atomic_fetch_add(&set.pins[line.way], 1, __ATOMIC_RELAXED);
+  }
+
+  // Puts a row on a line that is empty or not pinned.
+  void fill(Part& part, Line line, uint64_t hash, int64_t key, float score) {
+    Set& set = *line.set;
+    empty(part, line);
+    set.tags[line.way] = uint8_t(hash);
+    set.full |= 1u << line.way;
+    set.keys[line.way] = key;
+    set.uses[line.way] = 0;
+    set.last[line.way] = batch_;
+    use(line, score, announced_ >= batch_ ? window_.take(key, 1u << batch_ % kWindow) : 0);
+  }
+
+  void empty(Part& part, Line line) {
+    Set& set = *line.set;
+    if (!(set.full >> line.way & 1)) return;
+    if (set.written[line.way]) {
+      part.written_lines.push_back(number_of(line));
+      part.written_keys.push_back(set.keys[line.way]);
+    }
+    set.written[line.way] = 0;
+    set.full &= ~(1u << line.way);
+    set.guests &= ~(1u << line.way);
+    ++part.evicted;
+  }
+
+  // Puts a row whose set has only pinned lines in another one.
+  bool place_away(Part& part, int64_t key, float score, int64_t at, int64_t* lines) {
+    const uint64_t hash = hash_of(key), home = number_of(hash);
+    for (uint64_t step = 1; step < num_sets_; ++step) {
+      Line line{&sets_[(home + step) % num_sets_], 0};
+      line.way = victim(*line.set);
+      if (line.way == kNoWay) continue;
+      fill(part, line, hash, key, score);
+      line.set->guests |= 1u << line.way;
+      ++sets_[home].away;
+      away_[key] = number_of(line);
+      part.missing.push_back(at);
+      lines[at] = number_of(line);
+      return true;
+    }
+    return false;
+  }
+
+  // Empties the lines of released rows that are not in their own set.
+  void drop_away(Part& part) {
+    for (auto row = away_.begin(); row != away_.end();) {
+      const Line line{&sets_[row->second / kWays], row->second % kWays};
+      if (is_pinned(*line.set, line.way)) {
+        ++row;
+        continue;
+      }
+      empty(part, line);
+      --set_of(hash_of(row->first)).away;
+      row = away_.erase(row);
+    }
+  }
+
+  const uint64_t num_sets_;
+  const int64_t half_life_;
+  Scratch<Set> sets_;
+  std::unordered_map<int64_t, int64_t> away_;  // lines of rows that are not in their own set
+  Window window_;
+  uint32_t batch_ = 0, announced_ = 0;  // numbers of the last batch placed, and announced
+};
+
+}  // namespace
+
+SHARDWRIGHT_API void* shardwright_cache_new(int64_t num_sets, int64_t half_life) {
+  return new Index(num_sets, half_life);
+}
+
+SHARDWRIGHT_API void shardwright_cache_free(void* index) { delete static_cast<Index*>(index); }
+
+SHARDWRIGHT_API int64_t shardwright_cache_announce(void* index, const int64_t* keys, int64_t n) {
+  return static_cast<Index*>(index)->announce(keys, n);
+}
+
+SHARDWRIGHT_API int64_t shardwright_cache_place(void* index, const int64_t* keys, const float* scores, int64_t n,
+                                                int64_t* lines, int64_t* missing, int64_t* written_lines,
+                                                int64_t* written_keys, int64_t* counts) {
+  return static_cast<Index*>(index)->place(keys, scores, n, lines, missing, written_lines, written_keys,
+                                           reinterpret_cast<Counts*>(counts));
+}
+
+SHARDWRIGHT_API void shardwright_cache_release(void* index, const int64_t* lines, int64_t n, int64_t written) {
+  static_cast<Index*>(index)->release(lines, n, written);
+}
+
+SHARDWRIGHT_API void shardwright_cache_find(const void* index, const int64_t* keys, int64_t n, int64_t* lines) {
+  static_cast<const Index*>(index)->find_lines(keys, n, lines);
+}
+
+SHARDWRIGHT_API int64_t shardwright_cache_written(void* index, int64_t* lines, int64_t* keys, int64_t clear) {
+  return static_cast<Index*>(index)->written(lines, keys, clear);
+}
+
+// Rows that are not in their own set: as many more lines than rows may be emptied by the next `place`.
+SHARDWRIGHT_API int64_t shardwright_cache_away(const void* index) {
+  return static_cast<const Index*>(index)->num_away();
+}

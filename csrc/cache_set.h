@@ -1,0 +1,104 @@
+// The sets of a cache's index, and the announced uses of rows that are not in the cache (csrc/cache_index.cpp).
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+constexpr int64_t kWays = 32, kWindow = 32;  // batches that may be announced
+constexpr int64_t kNoWay = -1;
+
+struct alignas(64) Set {
+  uint8_t tags[kWays];    // of the keys; compared first
+  uint32_t full;           // ways with a row
+  uint32_t guests;         // ways with a row of another set
+  uint32_t away;           // number of rows of this set that are in another one
+  uint8_t pins[kWays];     // batches in flight that use the line
+  uint8_t written[kWays];  // since it was copied in
+  int64_t keys[kWays];
+  uint32_t uses[kWays], last[kWays];  // number of batches that used it, and the last of them
+  uint32_t next[kWays];               // announced batches that use it: bit `number % kWindow`
+  float scores[kWays];
+};
+
+inline uint64_t hash_of(int64_t key) {  // the finalizer of MurmurHash3
+  uint64_t h = key;
+  h = (h ^ (h >> 33)) * 0xff51afd7ed558ccdULL;
+  h = (h ^ (h >> 33)) * 0xc4ceb9fe1a85ec53ULL;
+  return h ^ (h >> 33);
+}
+
+// Ways with this tag.
+inline uint32_t ways_with(const Set& set, uint8_t tag) {
+#ifdef __SSE2__
+  const __m128i wanted = _mm_set1_epi8(char(tag));
+  const auto* tags = reinterpret_cast<const __m128i*>(set.tags);
+  const uint32_t low = _mm_movemask_epi8(_mm_cmpeq_epi8(_mm_load_si128(tags), wanted));
+  const uint32_t high = _mm_movemask_epi8(_mm_cmpeq_epi8(_mm_load_si128(tags + 1), wanted));
+  return (low | high << 16) & set.full;
+#else
+  uint32_t found = 0;
+  for (int64_t way = 0; way < kWays; ++way) found |= uint32_t(set.tags[way] == tag) << way;
+  return found & set.full;
+#endif
+}
+
+inline int64_t way_of(const Set& set, uint64_t hash, int64_t key) {
+  for (uint32_t ways = ways_with(set, uint8_t(hash)); ways; ways &= ways - 1) {
+    const int64_t way = __builtin_ctz(ways);
+    if (set.keys[way] == key) return way;
+  }
+  return kNoWay;
+}
+
+inline bool is_pinned(const Set& set, int64_t way) { return __atomic_load_n(&set.pins[way], __ATOMIC_ACQUIRE); }
+
+// Announced uses of rows that are not in the cache, by key: open addressing, emptied as batches are placed.
+class Window {
+ public:
+  void add(int64_t key, uint32_t bit) {
+    if (2 * (size_ + 1) > slots_.size()) grow();
+    Slot& slot = find(key);
+    size_ += slot.uses == 0 && !slot.taken;
+    slot = {key, slot.uses | bit, true};
+  }
+
+  // The announced uses of a key without those of `bit`.
+  uint32_t take(int64_t key, uint32_t bit) {
+    if (!size_) return 0;
+    Slot& slot = find(key);
+    return slot.taken ? slot.uses &= ~bit : 0;
+  }
+
+ private:
+  struct Slot {
+    int64_t key;
+    uint32_t uses;
+    bool taken;
+  };
+
+  Slot& find(int64_t key) {
+    uint64_t at = hash_of(key) & (slots_.size() - 1);
+    while (slots_[at].taken && slots_[at].key != key) at = (at + 1) & (slots_.size() - 1);
+    return slots_[at];
+  }
+
+  // Keys whose announced batches are all placed are dropped.
+  void grow() {
+    std::vector<Slot> old = std::move(slots_);
+    int64_t used = 0;
+    for (const Slot& slot : old) used += slot.uses != 0;
+    uint64_t size = 1024;
+    while (size < uint64_t(4 * (used + 1))) size *= 2;
+    slots_.assign(size, Slot{});
+    size_ = used;
+    for (const Slot& slot : old)
+      if (slot.uses) find(slot.key) = slot;
+  }
+
+  std::vector<Slot> slots_;
+  uint64_t size_ = 0;
+};

@@ -1,0 +1,185 @@
+"""Where rows of a table are that are not in its cache: in memory, or on disk.
+
+A row is a weight and its optimizer state: a row of each of several tensors, the lines of the cache. A store copies rows
+from and to lines.
+
+Shape legend: U distinct rows, L lines, E rows of a table.
+"""
+
+import ctypes
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwright.errors import UserError
+from shardwright.library import native_library
+
+SEGMENT_BYTES = 16 << 20
+IO_THREADS = 16
+DEAD_SHARE = 0.5  # of the records of a segment that is compacted
+COMPACTED_SEGMENTS = 2  # at most, after each write
+FillRows = Callable[[Tensor, Sequence[Tensor]], None]  # writes the initial values of rows to these tensors
+
+
+class RowStore(Protocol):
+    def read(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
+        """Copy rows to lines; rows that were never written get their initial values."""
+        ...
+
+    def write(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
+        """Copy lines to rows."""
+        ...
+
+
+class MemoryStore:
+    """Rows in tensors of this process."""
+
+    def __init__(self, parts_E: Sequence[Tensor]) -> None:
+        self.parts_E = parts_E
+
+    def read(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
+        for part_E, part_L in zip(self.parts_E, parts_L, strict=True):
+            part_L[lines_U] = part_E[rows_U]
+
+    def write(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
+        for part_E, part_L in zip(self.parts_E, parts_L, strict=True):
+            part_E[rows_U] = part_L[lines_U]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskNumbers:
+    """Bytes since the store began; records that are in use, and that later ones replaced."""
+
+    bytes_read: int
+    bytes_written: int
+    live_records: int
+    dead_records: int
+
+
+class DiskStore:
+    """Rows in files of a folder of their own (csrc/row_log.cpp).
+
+    The files are this process's: a store begins empty, and removes them at its end. `read` and `write` must not overlap
+    each other; a snapshot may be read beside them.
+    """
+
+    def __init__(
+        self, folder: Path, num_rows: int, parts: Sequence[Tensor], fill: FillRows, *, direct: bool = True
+    ) -> None:
+        """`parts`: tensors with the dtypes and row shapes of the lines. `direct`: bypass the page cache."""
+        native = native_library()
+        if native is None:
+            raise UserError("tables on disk need the compiled kernels, which this installation does not have")
+        folder.mkdir(parents=True, exist_ok=True)
+        if next(folder.iterdir(), None) is not None:
+            raise UserError(f"{folder} is not empty: tables on disk need a folder of their own")
+        if direct and not supports_direct(folder):
+            raise UserError(f"the file system of {folder} does not support direct input and output; use another folder")
+        self.folder, self.num_rows, self._native, self._fill = folder, num_rows, native, fill
+        row_bytes = sum(row_bytes_of(part) for part in parts)
+        self._log = native.shardwright_row_log_new(
+            os.fsencode(folder), num_rows, row_bytes, SEGMENT_BYTES, IO_THREADS, direct
+        )
+        self._close = weakref.finalize(self, _close, native, self._log, folder)
+
+    def read(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
+        rows, lines, never = rows_U.contiguous(), lines_U.contiguous(), torch.empty_like(rows_U)
+        pointers, parts = (rows.data_ptr(), lines.data_ptr(), len(rows)), _part_table(parts_L)
+        call = self._native.shardwright_row_log_read
+        num_never = self._raise_if_failed(call(self._log, *pointers, parts.ctypes.data, len(parts), never.data_ptr()))
+        self._fill_lines(rows[never[:num_never]], lines[never[:num_never]], parts_L)
+
+    def write(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
+        rows, lines, parts, native = rows_U.contiguous(), lines_U.contiguous(), _part_table(parts_L), self._native
+        pointers = rows.data_ptr(), lines.data_ptr(), len(rows)
+        self._raise_if_failed(native.shardwright_row_log_write(self._log, *pointers, parts.ctypes.data, len(parts)) - 1)
+        self._raise_if_failed(native.shardwright_row_log_compact(self._log, DEAD_SHARE, COMPACTED_SEGMENTS) - 1)
+
+    @contextmanager
+    def snapshot(self) -> Iterator["DiskSnapshot"]:
+        """The rows as they are now, for as long as the context lasts."""
+        number = self._raise_if_failed(self._native.shardwright_row_log_snapshot(self._log))
+        try:
+            yield DiskSnapshot(self, number)
+        finally:
+            self._native.shardwright_row_log_release(self._log, number)
+
+    def read_snapshot(self, number: int, first: int, parts_U: Sequence[Tensor]) -> None:
+        """Rows from `first` on, as many as the tensors have."""
+        never, parts = torch.empty(len(parts_U[0]), dtype=torch.int64), _part_table(parts_U)
+        call = self._native.shardwright_row_log_read_snapshot
+        arguments = (number, first, len(never), parts.ctypes.data, len(parts), never.data_ptr())
+        num = self._raise_if_failed(call(self._log, *arguments))
+        self._fill_lines(first + never[:num], never[:num], parts_U)
+
+    @property
+    def numbers(self) -> DiskNumbers:
+        numbers = np.zeros(4, np.int64)
+        self._native.shardwright_row_log_numbers(self._log, numbers.ctypes.data)
+        return DiskNumbers(*numbers.tolist())
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._close()
+
+    def _fill_lines(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
+        if not len(rows_U):
+            return
+        parts_U = [part_L.new_empty(len(rows_U), *part_L.shape[1:]) for part_L in parts_L]
+        self._fill(rows_U, parts_U)
+        for part_L, part_U in zip(parts_L, parts_U, strict=True):
+            part_L[lines_U] = part_U
+
+    def _raise_if_failed(self, result: int) -> int:
+        if result < 0:
+            text = ctypes.create_string_buffer(1024)
+            self._native.shardwright_row_log_error(self._log, text, len(text))
+            raise UserError(f"tables on disk: {text.value.decode()}; the last checkpoint is not affected")
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSnapshot:
+    store: DiskStore
+    number: int
+
+    def read(self, first: int, parts_U: Sequence[Tensor]) -> None:
+        """Rows from `first` on, as many as the tensors have."""
+        self.store.read_snapshot(self.number, first, parts_U)
+
+
+def row_bytes_of(part: Tensor) -> int:
+    return part[:1].numel() * part.element_size() if len(part) else part.new_empty(1, *part.shape[1:]).nbytes
+
+
+def supports_direct(folder: Path) -> bool:
+    path = folder / "direct"
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+    return True
+
+
+def _part_table(parts: Sequence[Tensor]) -> np.ndarray:
+    """(parts, 2) The address of each tensor, and the bytes of a row of it."""
+    for part in parts:
+        if not part.is_contiguous():
+            raise UserError(f"lines of shape {tuple(part.shape)} are not contiguous")
+    return np.array([(part.data_ptr(), row_bytes_of(part)) for part in parts], np.int64)
+
+
+def _close(native: Any, log: int, folder: Path) -> None:
+    native.shardwright_row_log_free(log)
+    for path in folder.glob("segment-*"):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,236 @@
+"""The cache's index against a simulator in plain Python, and its guarantees."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.errors import UserError
+from shardwright.kernels.cache_index import LFU, LRU, WAYS, CacheIndex
+
+
+def set_of(row: int, num_sets: int) -> int:
+    mask = 2**64 - 1
+    h = row & mask
+    h = ((h ^ (h >> 33)) * 0xFF51AFD7ED558CCD) & mask
+    h = ((h ^ (h >> 33)) * 0xC4CEB9FE1A85EC53) & mask
+    h ^= h >> 33
+    return h * num_sets >> 64
+
+
+@dataclass
+class Entry:
+    """A row in the simulated cache."""
+
+    uses: int = 0
+    last: int = 0
+    pins: int = 0
+    score: float = 0.0
+    written: bool = False
+
+
+@dataclass
+class Simulator:
+    """A cache; of each set the rows by way. `future`: the rows of the announced batches."""
+
+    num_sets: int
+    half_life: int
+    batch: int = 0
+    sets: list[dict[int, Entry]] = field(default_factory=list)  # in the order of the ways
+    future: list[set[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sets = [{} for _ in range(self.num_sets)]
+
+    def place(self, rows: list[int], scores: list[float]) -> tuple[list[int], set[int]]:
+        """The missing rows, and the rows that are evicted although they were written."""
+        self.batch += 1
+        if self.future:
+            self.future.pop(0)
+        missing, evicted = [], set[int]()
+        by_row = dict(zip(rows, scores, strict=True))
+        for row in rows:
+            entry = self.sets[set_of(row, self.num_sets)].get(row)
+            if entry is None:
+                missing.append(row)
+            else:
+                self._use(entry, by_row[row])
+        for row in missing:
+            ways = self.sets[set_of(row, self.num_sets)]
+            entry = Entry(last=self.batch)
+            if len(ways) == WAYS:
+                free = [each for each in ways if not ways[each].pins]
+                victim = min(free, key=lambda each: self._order(each, ways[each]))  # the first way of equal ones
+                if ways[victim].written:
+                    evicted.add(victim)
+                rows_by_way = [row if each == victim else each for each in ways]
+                entries = [entry if each == victim else ways[each] for each in ways]
+                self.sets[set_of(row, self.num_sets)] = dict(zip(rows_by_way, entries, strict=True))
+            else:
+                ways[row] = entry
+            self._use(entry, by_row[row])
+        return missing, evicted
+
+    def release(self, rows: list[int], written: bool) -> None:
+        for row in rows:
+            entry = self.sets[set_of(row, self.num_sets)][row]
+            entry.pins -= 1
+            entry.written |= written
+
+    def _aged(self, entry: Entry) -> int:
+        if self.half_life == LFU:
+            return entry.uses
+        return entry.uses >> (self.batch - entry.last) // self.half_life if self.half_life else 0
+
+    def _use(self, entry: Entry, score: float) -> None:
+        entry.uses, entry.last, entry.score = self._aged(entry) + 1, self.batch, score
+        entry.pins += 1
+
+    def _order(self, row: int, entry: Entry) -> tuple[float, float, int, int]:
+        distance = next((i for i, rows in enumerate(self.future) if row in rows), math.inf)
+        return -distance, entry.score, self._aged(entry), entry.last
+
+
+@st.composite
+def accesses(draw: st.DrawFn) -> tuple[int, int, int, list[list[int]], bool]:
+    """Sets, half-life, look-ahead, distinct rows of each batch, and whether there are scores. At most two batches are
+    in flight, of less rows than a set has lines, so that no row conflicts."""
+    num_sets, half_life = draw(st.integers(1, 4)), draw(st.sampled_from((LRU, LFU, 1, 3)))
+    seed, num_rows = draw(st.integers(0, 2**32 - 1)), draw(st.sampled_from((40, 100, 300)))
+    rng = np.random.default_rng(seed)
+    popularity = np.arange(1, num_rows + 1) ** -draw(st.sampled_from((0.0, 1.0)))
+    rows = rng.integers(-(2**63), 2**63 - 1, num_rows)
+    batches = [
+        rng.choice(rows, rng.integers(0, WAYS // 2), replace=False, p=popularity / popularity.sum()).tolist()
+        for _ in range(draw(st.integers(1, 30)))
+    ]
+    return num_sets, half_life, draw(st.integers(0, 6)), batches, draw(st.booleans())
+
+
+@settings(max_examples=150, deadline=None)
+@given(accesses(), st.booleans())
+def test_misses_and_evictions_equal_those_of_a_simulator(case, overlapped):
+    num_sets, half_life, ahead, batches, has_scores = case
+    index, simulator = CacheIndex(num_sets * WAYS, half_life), Simulator(num_sets, half_life)
+    values, store = torch.zeros(index.num_lines, dtype=torch.int64), dict[int, int]()
+    expected, in_flight, announced = dict[int, int](), list[tuple[torch.Tensor, list[int]]](), 0
+    for number, rows in enumerate(batches):
+        announced = max(announced, number + 1)
+        if number == 0 and ahead:
+            index.announce(torch.tensor(rows, dtype=torch.int64))
+            simulator.future.append(set(rows))
+        while ahead and announced < min(len(batches), number + ahead + 1):
+            index.announce(torch.tensor(batches[announced], dtype=torch.int64))
+            simulator.future.append(set(batches[announced]))
+            announced += 1
+        scores = [float(hash(row) % 5) for row in rows] if has_scores else [0.0] * len(rows)
+        rows_U = torch.tensor(rows, dtype=torch.int64)
+        placed = index.place(rows_U, torch.tensor(scores) if has_scores else None)
+        missing, evicted = simulator.place(rows, scores)
+        assert sorted(rows_U[placed.missing_U].tolist()) == sorted(missing)
+        assert set(placed.written_rows.tolist()) == evicted
+        # The lines hold the values of their rows.
+        for line, row in zip(placed.written_lines.tolist(), placed.written_rows.tolist(), strict=True):
+            store[row] = int(values[line])
+        for at in placed.missing_U.tolist():
+            values[placed.lines_U[at]] = store.get(rows[at], 0)
+        assert values[placed.lines_U].tolist() == [expected.get(row, 0) for row in rows]
+        in_flight.append((placed.lines_U, rows))
+        while len(in_flight) > overlapped:
+            lines, used = in_flight.pop(0)
+            is_written = number % 3 > 0
+            if is_written:
+                values[lines] += 1
+                expected |= {row: expected.get(row, 0) + 1 for row in used}
+            index.release(lines, written=is_written)
+            simulator.release(used, is_written)
+    lines, rows = index.written_lines(clear=True)
+    store |= dict(zip(rows.tolist(), values[lines].tolist(), strict=True))
+    if not in_flight:
+        assert {row: value for row, value in store.items() if value} == expected
+    assert len(index.written_lines()[0]) == 0
+    assert index.counts.rows == sum(map(len, batches)) and index.counts.conflicts == 0
+
+
+def test_rows_of_a_full_set_are_placed_in_others_and_leave_when_released():
+    index = CacheIndex(4 * WAYS)
+    rows = [row for row in range(2000) if set_of(row, 4) == 2][: WAYS + 5]
+    placed = index.place(torch.tensor(rows))
+    assert index.counts.conflicts == 5 and len(set(placed.lines_U.tolist())) == len(rows)
+    assert index.find(torch.tensor(rows)).tolist() == placed.lines_U.tolist()
+    again = index.place(torch.tensor(rows))  # while the first batch is in flight
+    assert again.lines_U.tolist() == placed.lines_U.tolist() and len(again.missing_U) == 0
+    for each in (placed, again):
+        index.release(each.lines_U, written=True)
+    assert len(index.written_lines()[0]) == len(rows)
+    other = next(row for row in range(2000) if set_of(row, 4) == 0)
+    moved = index.place(torch.tensor([other]))
+    away = set(rows[WAYS:])
+    assert set(moved.written_rows.tolist()) == away
+    assert [int(line) < 0 for line in index.find(torch.tensor(rows))] == [row in away for row in rows]
+
+
+def test_a_batch_larger_than_the_cache_is_refused():
+    index = CacheIndex(2 * WAYS)
+    with pytest.raises(UserError, match="do not fit in the 64 lines of the cache"):
+        index.place(torch.arange(65))
+
+
+def test_too_many_announced_batches_are_refused():
+    index = CacheIndex(WAYS)
+    for _ in range(31):
+        index.announce(torch.arange(3))
+    with pytest.raises(UserError, match="more than 31 batches are announced"):
+        index.announce(torch.arange(3))
+    index.place(torch.arange(3))
+    index.announce(torch.arange(3))
+
+
+def test_threads_do_not_change_what_is_missing():
+    """Rows keep their lines, whichever thread placed them."""
+    before, missing = torch.get_num_threads(), {}
+    try:
+        for num_threads in (1, 2, 5):
+            torch.set_num_threads(num_threads)
+            index, rng, line_of = CacheIndex(1 << 15, LRU), np.random.default_rng(3), dict[int, int]()
+            missing[num_threads] = []
+            for _ in range(6):
+                rows = torch.from_numpy(rng.permutation(60_000)[:12_000])
+                placed = index.place(rows)
+                lines, is_missing = placed.lines_U.tolist(), {*placed.missing_U.tolist()}
+                assert len({*lines}) == len(lines)
+                for at, (row, line) in enumerate(zip(rows.tolist(), lines, strict=True)):
+                    assert at in is_missing or line_of[row] == line
+                    line_of[row] = line
+                missing[num_threads].append(sorted(rows[placed.missing_U].tolist()))
+                index.release(placed.lines_U, written=False)
+    finally:
+        torch.set_num_threads(before)
+    assert missing[1] == missing[2] == missing[5] and len(missing[1][-1]) > 3_000
+
+
+def test_lru_lfu_and_ageing():
+    """Of 32 lines, row 0 was used three times, long ago; row 1 once, in the last batch."""
+    survivors = {}
+    for half_life in (LRU, LFU, 2):
+        index = CacheIndex(WAYS, half_life)
+        batches = [[0]] * 3 + [[*range(2, WAYS)]] + [[1]] + [[*range(100, 100 + WAYS - 1)]]
+        for rows in batches:
+            placed = index.place(torch.tensor(rows))
+            index.release(placed.lines_U, written=False)
+        survivors[half_life] = [row for row in range(WAYS) if int(index.find(torch.tensor([row]))) >= 0]
+    assert survivors == {LRU: [1], LFU: [0], 2: [1]}
+
+
+def test_scores_of_the_caller_come_before_uses():
+    index = CacheIndex(WAYS, LFU)
+    rows, scores = torch.arange(WAYS), torch.ones(WAYS)
+    scores[7] = 0.0
+    for _ in range(3):
+        index.release(index.place(rows, scores).lines_U, written=False)
+    placed = index.place(torch.tensor([99]), torch.ones(1))
+    assert int(index.find(torch.tensor([7]))) == -1 and placed.missing_U.tolist() == [0]
