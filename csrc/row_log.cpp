@@ -83,13 +83,7 @@ class RowLog {
   // that a snapshot needs. Returns false after an error.
   bool compact(double share, int64_t max) {
     for (int64_t done = 0; done < max; ++done) {
-      int64_t victim = -1;
-      for (int64_t s = 0; s < int64_t(segments_.size()); ++s) {
-        const Segment& segment = segments_[s];
-        const bool may = segment.file >= 0 && s != current_ && !segment.snapshots;
-        if (!may || segment.live >= (1 - share) * segment.records) continue;
-        if (victim < 0 || segment.live < segments_[victim].live) victim = s;
-      }
+      const int64_t victim = find_victim(share);
       if (victim < 0) break;
       if (!copy_live(victim)) return false;
     }
@@ -159,6 +153,19 @@ class RowLog {
   }
   int64_t segment_of(uint32_t record) const { return page_of(record) / segment_pages_; }
 
+  // The segment with fewest live records, of those of which more than `share` are dead; -1 without one.
+  int64_t find_victim(double share) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    int64_t victim = -1;
+    for (int64_t s = 0; s < int64_t(segments_.size()); ++s) {
+      const Segment& segment = segments_[s];
+      const bool may = segment.file >= 0 && s != current_ && !segment.snapshots;
+      if (!may || segment.live >= (1 - share) * segment.records) continue;
+      if (victim < 0 || segment.live < segments_[victim].live) victim = s;
+    }
+    return victim;
+  }
+
   // Reads pages in order, each once. `buffered`: some may not be written yet.
   bool fetch(std::vector<Wanted>& wanted, const RowPart* parts, int64_t num_parts, bool buffered) {
     std::sort(wanted.begin(), wanted.end(), [](const Wanted& a, const Wanted& b) { return a.record < b.record; });
@@ -223,8 +230,8 @@ class RowLog {
     const uint32_t record = buffer_begin_ * page_records_ + buffer_records_++;
     char* bytes = bytes_of(buffer_.get() + (page_of(record) - buffer_begin_) * page_bytes_, record);
     std::memcpy(bytes, &row, kRowBytes);
-    ++records_, ++live_;
     const std::lock_guard<std::mutex> lock(mutex_);
+    ++records_, ++live_;
     ++segments_[current_].records, ++segments_[current_].live;
     if (record_of_[row] != kNever) {
       const int64_t old = segment_of(record_of_[row]);

@@ -3,7 +3,9 @@
 Shape legend: R rows, C columns.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,9 +13,34 @@ from torch import Tensor
 IndexRange = tuple[int, int]  # start, end (excluded)
 
 
+CHUNK_BYTES = 16 << 20  # of stored rows that are in memory at a time
+
+
+class StoredRows(Protocol):
+    """The values of a rectangle that are not in memory as a whole; rows count from the rectangle's first."""
+
+    def read(self, first: int, num: int) -> Tensor:
+        """(num, C) Rows from `first` on."""
+        ...
+
+    def select(self, indices: Tensor) -> Tensor:
+        """(R, C) Some rows."""
+        ...
+
+    def write(self, first: int, values_RC: Tensor) -> None:
+        """Replace rows from `first` on."""
+        ...
+
+    def snapshot(self) -> "StoredRows":
+        """The rows as they are now, which another thread may read while they change, until `close`."""
+        ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rectangle:
-    """Some rows and columns of a tensor, with their values."""
+    """Some rows and columns of a tensor, with their values; if these are `stored`, `values` is a meta tensor."""
 
     name: str
     shape: tuple[int, ...]  # shape of the full tensor
@@ -21,6 +48,7 @@ class Rectangle:
     rows: IndexRange | Tensor  # a range, or the index of each row
     cols: tuple[IndexRange, ...] = ()  # ranges, concatenated in `values`; empty: all columns
     changed_rows: Tensor | None = None  # rows that differ from the last checkpoint; None: unknown
+    stored: StoredRows | None = None
 
     @property
     def width(self) -> int:
@@ -39,6 +67,30 @@ class Rectangle:
     @property
     def num_rows(self) -> int:
         return self.rows[1] - self.rows[0] if isinstance(self.rows, tuple) else len(self.rows)
+
+
+def chunks(rectangle: Rectangle) -> Iterator[Rectangle]:
+    """A stored rectangle as several with memory for their values, which are undefined; others as they are."""
+    if rectangle.stored is None:
+        yield rectangle
+        return
+    values, rows = rectangle.values, rectangle.rows
+    step = max(1, CHUNK_BYTES // max(1, values[:1].nbytes))
+    for first in range(0, rectangle.num_rows, step):
+        end = min(first + step, rectangle.num_rows)
+        part = (rows[0] + first, rows[0] + end) if isinstance(rows, tuple) else rows[first:end]
+        memory = torch.empty(end - first, *values.shape[1:], dtype=values.dtype)
+        yield replace(rectangle, values=memory, rows=part, changed_rows=None, stored=None)
+
+
+def loaded_chunks(rectangle: Rectangle) -> Iterator[Rectangle]:
+    """As `chunks`, with their values."""
+    first = 0
+    for chunk in chunks(rectangle):
+        if rectangle.stored is not None:
+            chunk.values_RC.copy_(rectangle.stored.read(first, chunk.num_rows))
+        first += chunk.num_rows
+        yield chunk
 
 
 def full_rectangle(name: str, tensor: Tensor) -> Rectangle:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.manifest import BLOCK_BYTES, StoredArray
 from shardwright.errors import UserError, check_regular_file
-from shardwright.rectangle import dtype_name
+from shardwright.rectangle import StoredRows, dtype_name
 
 ALIGNMENT = 64  # bytes; of the first array in the file
 SAFETENSORS_DTYPES = MappingProxyType(
@@ -38,8 +38,11 @@ SAFETENSORS_DTYPES = MappingProxyType(
 )
 
 
-def write(path: Path, arrays: Mapping[str, Tensor]) -> dict[str, StoredArray]:
-    """Write contiguous (rows, columns) arrays to a file and fsync it; returns where each is stored."""
+def write(path: Path, arrays: Mapping[str, Tensor], stored_rows: Mapping[str, StoredRows]) -> dict[str, StoredArray]:
+    """Write contiguous (rows, columns) arrays to a file and fsync it; returns where each is stored.
+
+    `stored_rows`: the values of arrays that are meta tensors, which are read block by block.
+    """
     starts, header, _ = _layout({name: (dtype_name(array.dtype), array.shape) for name, array in arrays.items()})
     stored = {}
     with path.open("wb") as file:
@@ -49,7 +52,10 @@ def write(path: Path, arrays: Mapping[str, Tensor]) -> dict[str, StoredArray]:
             rows = _num_block_rows(array.shape[1] * array.element_size())
             digests = []
             for start in range(0, len(array), rows):
-                block = _byte_view(array[start : start + rows])
+                part = array[start : start + rows]
+                if name in stored_rows:
+                    part = stored_rows[name].read(start, len(part))
+                block = _byte_view(part)
                 file.write(block)
                 digests.append(hashlib.sha256(block).hexdigest())
             shape = (array.shape[0], array.shape[1])

@@ -126,7 +126,8 @@ class CheckpointWriter:
     def allocate_staging(self, rectangles: Sequence[Rectangle]) -> None:
         """Allocate staging memory and touch its pages, so that the first checkpoint does not wait for them."""
         for key, rect in _enumerate_by_name(rectangles):
-            self._buffer(key, rect).zero_()
+            if rect.stored is None:
+                self._buffer(key, rect).zero_()
 
     def _buffer(self, key: tuple[str, int], rect: Rectangle) -> Tensor:
         """The staging buffer for the rectangle's values, reused by every checkpoint."""
@@ -137,6 +138,8 @@ class CheckpointWriter:
         return buffer
 
     def _copy(self, key: tuple[str, int], rect: Rectangle) -> Rectangle:
+        if rect.stored is not None:
+            return replace(rect, stored=rect.stored.snapshot(), changed_rows=None)
         return replace(rect, values=self._buffer(key, rect).copy_(rect.values.detach()), changed_rows=None)
 
     def _copy_changed(
@@ -148,6 +151,8 @@ class CheckpointWriter:
             idx = rect.changed_rows.nonzero().flatten()
             cache[id(rect.changed_rows)] = idx, idx + rect.rows[0] if isinstance(rect.rows, tuple) else rect.rows[idx]
         indices, rows = cache[id(rect.changed_rows)]
+        if rect.stored is not None:
+            return replace(rect, values=rect.stored.select(indices), rows=rows, changed_rows=None, stored=None)
         buffer_RC = self._buffer(key, rect).view(rect.num_rows, -1)[: len(indices)]
         values = torch.index_select(rect.values_RC.detach(), 0, indices, out=buffer_RC)
         return replace(rect, values=values, rows=rows, changed_rows=None)
@@ -158,7 +163,12 @@ class CheckpointWriter:
         try:
             if not self._for_publication:  # predictors wait for each publication
                 _lower_priority()
-            entries, bytes_ = _write_arrays(draft / f"rank{self.rank}.safetensors", task)
+            try:
+                entries, bytes_ = _write_arrays(draft / f"rank{self.rank}.safetensors", task)
+            finally:
+                for rect in task.rectangles:
+                    if rect.stored is not None:
+                        rect.stored.close()
             part = RankPart(entries, task.numbers, bytes_, task.pause, time.perf_counter() - start)
             files.write(part, draft / f"rank{self.rank}.json")
             if self.rank == 0:
@@ -249,7 +259,7 @@ def _write_arrays(path: Path, task: _WriteTask) -> tuple[dict[str, TensorEntry],
             numbers_key[id(rect.rows)] = f"{key}.rows"
             fits_int32 = rect.shape[0] <= torch.iinfo(torch.int32).max
             tensors[f"{key}.rows"] = rect.rows.to(torch.int32 if fits_int32 else torch.int64).unsqueeze(1)
-    stored = arrays.write(path, tensors)
+    stored = arrays.write(path, tensors, {key: rect.stored for key, rect in rects.items() if rect.stored is not None})
     entries: dict[str, TensorEntry] = {}
     for key, rect in rects.items():
         row_range = rect.rows if isinstance(rect.rows, tuple) else None

@@ -4,6 +4,7 @@ Phases, each a stage of the step; collectives run over all ranks, on the ids lan
     request     map ids to row positions, deduplicate rows of row-exchange tables, split by row range
     lengths     all-to-all of headers: how much each rank will receive (ids lane)
     ids         all-to-all of lengths and ids, one message per rank for all its table groups (ids lane)
+    prefetch    for tables with rows on disk: find lines of the cache for the batch's rows, and copy what is missing
     lookup      one call per table group, over the samples of all its clients
     meet        host reduce: add partial sums inside each host where several of its ranks hold rows of a table (wire)
     vectors     all-to-all of pooled vectors, or partial sums of them, and distinct rows; then assemble them (wire)
@@ -15,7 +16,7 @@ Shape legend: R ranks.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,10 +26,11 @@ from shardwright.comm.codec import Codec, Plain
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
 from shardwright.embeddings.announcement import Announcement, exchange_end_headers, exchange_headers, make_headers
+from shardwright.embeddings.cached_shard import Caches
 from shardwright.embeddings.host_reduce import HostReducer
 from shardwright.embeddings.incoming import IncomingRequest, incoming_requests
 from shardwright.embeddings.layout import Layout, TableGroup, TableShard
-from shardwright.embeddings.local_shards import LocalShards
+from shardwright.embeddings.local_shards import LocalShards, PlacedIds
 from shardwright.embeddings.outgoing import OutgoingRequest, RequestBuilder
 from shardwright.embeddings.responses import ResponseAssembly
 from shardwright.embeddings.row_order import IdOrder, RowOrder
@@ -59,6 +61,7 @@ class RoutedBatch:
     incoming: tuple[IncomingRequest, ...]  # by table group of this rank
     max_replica_values: float  # upper bound on the row and gradient values of table groups replicated on all ranks
     micro_batches: tuple["RoutedBatch", ...] = ()  # with gradient accumulation: one per micro-batch
+    placed: list[PlacedIds] = field(default_factory=list)  # by table group, from `prefetch` to `release`
 
     @property
     def lookups(self) -> tuple["RoutedBatch", ...]:
@@ -86,12 +89,20 @@ class ShardedTables:
     """The tables of one EmbeddingBags, sharded over the ranks of a mesh."""
 
     def __init__(
-        self, bags: EmbeddingTables, layout: Layout, orders: Sequence[RowOrder], lanes: Lanes, device: torch.device
+        self,
+        bags: EmbeddingTables,
+        layout: Layout,
+        orders: Sequence[RowOrder],
+        lanes: Lanes,
+        device: torch.device,
+        caches: Caches | None = None,
     ) -> None:
         self.bags, self.layout, self.lanes, self.orders = bags, layout, lanes, orders
         self.rank = lanes.wire.index
         self.table_groups = layout.table_groups[self.rank]
-        self.local_shards = [LocalShards(table_group, bags, orders, device) for table_group in self.table_groups]
+        self.local_shards = [
+            LocalShards(table_group, bags, orders, device, caches) for table_group in self.table_groups
+        ]
         self._requests = RequestBuilder(bags, layout, orders, self.rank)
         self._responses = ResponseAssembly(bags, layout, self.rank)
         self._vector_transport = VectorTransport(lanes.wire, lanes.vector_codec, self._responses.dtype)
@@ -168,7 +179,9 @@ class ShardedTables:
 
     def pool(self, routed: RoutedBatch) -> Vectors:
         """Run all phases from the lookup to the vectors and wait for them."""
-        return self.exchange_vectors(self.reduce_in_host(self.lookup(routed)).wait()).wait()
+        result = self.lookup(routed)
+        self.release(routed, written=False)
+        return self.exchange_vectors(self.reduce_in_host(result).wait()).wait()
 
     def _exchange_weights(self, weights: Sequence[Tensor]) -> Pending[tuple[Tensor, ...]]:
         """Exchange id weights in the order of their ids: an all-to-all of sizes, then one of weights."""
@@ -179,9 +192,33 @@ class ShardedTables:
         return pending.then(lambda flat: flat.split(received_sizes))
 
     def lookup(self, routed: RoutedBatch) -> LookupResult:
-        """Look up the incoming requests, without communication: one call per table group."""
-        vectors = [local.lookup(request.ids) for local, request in zip(self.local_shards, routed.incoming, strict=True)]
-        return LookupResult(routed, tuple(vectors))
+        """Look up the incoming requests, without communication: one call per table group.
+
+        Places the rows of tables with a cache, unless `prefetch` has done so.
+        """
+        if not routed.placed:
+            self.prefetch(routed).wait()
+        pairs = zip(self.local_shards, routed.placed, strict=True)
+        return LookupResult(routed, tuple(local.lookup(placed.ids) for local, placed in pairs))
+
+    def prefetch(self, routed: RoutedBatch) -> Pending[RoutedBatch]:
+        """Find lines for the rows of a batch, and copy those that are missing in the cache."""
+        pairs = zip(self.local_shards, routed.incoming, strict=True)
+        routed.placed[:] = [local.place(request.ids) for local, request in pairs]
+
+        def wait() -> RoutedBatch:
+            for placed in routed.placed:
+                placed.wait()
+            return routed
+
+        return Pending(wait)
+
+    def release(self, routed: RoutedBatch, *, written: bool) -> None:
+        """End a batch's use of its lines; `written`: an update has changed them."""
+        for batch in routed.lookups:
+            for local, placed in zip(self.local_shards, batch.placed, strict=bool(batch.placed)):
+                local.release(placed, written=written)
+            batch.placed.clear()
 
     def reduce_in_host(self, result: LookupResult) -> Pending[LookupResult]:
         """Add partial sums inside each host (HostReducer): one all-to-all on the wire lane."""
@@ -295,6 +332,7 @@ class ShardedTables:
         """Concatenate micro-batches as one batch for the update, and start its sums of replicas."""
         indices = [index for index, _ in enumerate(self.table_groups)]
         ids = [concat_ids([routed.incoming[index].ids for routed, _ in micro_batches]) for index in indices]
+        lines = [concat_ids([routed.placed[index].ids for routed, _ in micro_batches]) for index in indices]
         pairs = [zip(*(grads.gradients[index] for _, grads in micro_batches), strict=True) for index in indices]
         gradients = {index: [concat_with_decay(tensors, decay) for tensors in pairs[index]] for index in indices}
         max_values = sum(routed.max_replica_values for routed, _ in micro_batches)
@@ -305,19 +343,22 @@ class ShardedTables:
         incoming = tuple(replace(request, ids=ids[index]) for index, request in enumerate(routed.incoming))
         used = tuple(map(any, zip(*(grads.used_features for _, grads in micro_batches), strict=True)))
         micro = tuple(routed for routed, _ in micro_batches)
-        return replace(routed, incoming=incoming, micro_batches=micro), ReceivedGradients(gradients, replica_sums, used)
+        placed = [PlacedIds(each, {}, ()) for each in lines]
+        joined = replace(routed, incoming=incoming, micro_batches=micro, placed=placed)
+        return joined, ReceivedGradients(gradients, replica_sums, used)
 
     def update(
         self, routed: RoutedBatch, gradients: ReceivedGradients, optimizer: SparseOptimizer, steps: Mapping[str, int]
     ) -> Collection[str]:
         """One optimizer step of this rank's shards. Communicates as TableUpdater and UsedFeatures do."""
-        ids = [incoming.ids for incoming in routed.incoming]
+        ids = [placed.ids for placed in routed.placed]
         if not all(gradients.used_features):
             lookups = [
                 (batch.outgoing, [request.unpooled_counts for request in batch.incoming]) for batch in routed.lookups
             ]
             ids, gradients = self._used.restrict(lookups, ids, gradients)
         self._updater.run(ids, gradients, OptimizerStep(optimizer, steps))
+        self.release(routed, written=True)
         return {feature.name for feature, used in zip(self.bags.features, gradients.used_features, strict=True) if used}
 
 

@@ -60,31 +60,37 @@ def gather_state(sharded: ShardedTables) -> dict[str, Tensor]:
 def track_changes(sharded: ShardedTables) -> None:
     """Record which rows are updated from now on; clears earlier records."""
     for shards in sharded.local_shards:
-        shards.changed_rows = [torch.zeros(len(weight), dtype=torch.bool) for weight in shards.weights]
+        numbers = [shards.num_rows(index) for index in range(len(shards.weights))]
+        shards.changed_rows = [torch.zeros(num, dtype=torch.bool) for num in numbers]
 
 
 def table_rectangles(sharded: ShardedTables, *, deduplicate: bool = False) -> Iterator[Rectangle]:
     """This rank's shards as rectangles, by the names of `meta_state`.
     `deduplicate`: of the replicas of a shard, only the first rank's."""
     for local in sharded.local_shards:
-        for shard, table, weight, states, changed_rows in zip(
-            local.table_group.shards,
-            local.tables,
-            local.weights,
-            local.optimizer_states,
-            local.changed_rows,
-            strict=True,
+        for index, (shard, table, weight, states, changed_rows) in enumerate(
+            zip(
+                local.table_group.shards,
+                local.tables,
+                local.weights,
+                local.optimizer_states,
+                local.changed_rows,
+                strict=True,
+            )
         ):
             if deduplicate and shard.ranks[0] != sharded.rank:
                 continue
-            rows = sharded.rows_of(shard)
-            for part, values in {"weight": weight, **states}.items():
+            rows, parts = sharded.rows_of(shard), local.caches[index].stored_parts() if index in local.caches else ()
+            for number, (part, values) in enumerate({"weight": weight, **states}.items()):
                 name, is_column_shard = f"{table.name}.{part}", shard.dim < table.dim
+                stored = parts[number] if parts else None
+                if stored is not None:
+                    values = torch.empty(local.num_rows(index), *values.shape[1:], dtype=values.dtype, device="meta")
                 if values.dim() == 2:
                     shape, cols = (table.rows, table.dim), shard.cols if is_column_shard else ()
-                    yield Rectangle(name, shape, values, rows, cols, changed_rows)
+                    yield Rectangle(name, shape, values, rows, cols, changed_rows, stored)
                 elif not deduplicate or shard.cols[0][0] == 0:  # equal on the ranks with other columns
-                    yield Rectangle(name, (table.rows,), values, rows, (), changed_rows)
+                    yield Rectangle(name, (table.rows,), values, rows, (), changed_rows, stored)
 
 
 def _distinct_shards(sharded: ShardedTables, table: str) -> Iterator[tuple[int, TableShard]]:
@@ -102,6 +108,8 @@ def _values(sharded: ShardedTables, shard: TableShard, name: str) -> Tensor:
     for shards in sharded.local_shards:
         if shard in shards.table_group.shards:
             index = shards.table_group.shards.index(shard)
+            if index in shards.caches:
+                return shards.caches[index].read_all(["weight", *shards.optimizer_states[index]].index(name))
             return shards.weights[index] if name == "weight" else shards.optimizer_states[index][name]
     raise KeyError(shard)
 

@@ -76,6 +76,17 @@ class Exchange(Announcer, Protocol):
         """
         ...
 
+    def prefetch(self, ids: Any, /) -> Pending[Any]:
+        """Copy rows to memory that are on disk, for the lookup and the update; the lookup's argument.
+
+        Called by stage "prefetch", in plans that have it, up to one step before the batch's forward pass.
+        """
+        ...
+
+    def release(self, ids: Any, /, *, written: bool) -> None:
+        """End a batch's use of the rows that `prefetch` copied; `update` does so itself. `written`: they changed."""
+        ...
+
     def lookup(self, ids: Any, /) -> Any:
         """Look up rows on this rank, without communication.
 

@@ -25,7 +25,7 @@ from shardwright.dense.sharded import ShardedModel
 from shardwright.jagged import Batch, Vectors, check_batch
 from shardwright.layers.exchange import Announced, Announcer
 from shardwright.measure.describe import sparse_of
-from shardwright.planner.step.stages import REDUCED_SLOTS, has_host_reduce
+from shardwright.planner.step.stages import REDUCED_SLOTS, has_host_reduce, has_prefetch
 from shardwright.runtime.accumulation import GradientAccumulation, loss_weight
 from shardwright.runtime.chunk_stages import pipeline_functions
 from shardwright.runtime.dense_layout import DenseLayout
@@ -77,6 +77,7 @@ class StepBindings:
         self.outputs: deque[Output] = deque()
         self.keyed_draws: Callable[[Call], AbstractContextManager[None]] = lambda _: nullcontext()
         self.num_steps = 0
+        self._prefetched: list[Any] = []  # ids of batches whose rows are prefetched and not yet released
         self.inside_step = False  # whether micro-batches of an unfinished step have run
         self.is_watched = False  # whether the heartbeat reports this rank's stage and step to other ranks
         self.trainable_names = trainable_names(model)
@@ -125,6 +126,8 @@ class StepBindings:
             "backward": StepBindings.backward,
             "update": StepBindings.update_tables,
         }
+        if has_prefetch(stages):
+            functions |= {"prefetch": StepBindings.prefetch, "lookup": StepBindings.lookup_prefetched}
         if has_host_reduce(stages):
             functions |= {
                 "meet": StepBindings.reduce_in_host,
@@ -152,6 +155,7 @@ class StepBindings:
         self.accumulation.clear()
         self.outputs.clear()
         self.inside_step = False
+        self._release(tuple(self._prefetched))
 
     def _run(
         self, stage: str, function: Callable[["StepBindings", Slots], Sequence[InFlight] | None], slots: Slots
@@ -231,10 +235,33 @@ class StepBindings:
         self.agree_to_stop(announced)
         slots.issue("ids", self.model.sparse.exchange.exchange_ids(announced))
 
+    @accesses(reads=("ids",), writes=("near",))
+    def prefetch(self, slots: Slots) -> None:
+        ids = slots["ids"]
+        self._prefetched.append(ids)
+        slots.issue("near", self.model.sparse.exchange.prefetch(ids))
+
     @accesses(reads=("ids", "state.tables"), writes=("looked",))
     def lookup(self, slots: Slots) -> None:
+        self._lookup(slots)
+
+    @accesses(reads=("ids", "near", "state.tables"), writes=("looked",))
+    def lookup_prefetched(self, slots: Slots) -> None:
+        _ = slots["near"]  # waits until the rows are copied
+        self._lookup(slots)
+        if not (self.training and self.model.sparse.trained):
+            self._release([slots["ids"]])
+
+    def _lookup(self, slots: Slots) -> None:
         with torch.no_grad():
             slots["looked"] = self.model.sparse.exchange.lookup(slots["ids"])
+
+    def _release(self, batches: Sequence[Any], *, written: bool = False) -> None:
+        """End the use of rows that were prefetched for these batches; `written`: the update has done so."""
+        for ids in batches:
+            if not written:
+                self.model.sparse.exchange.release(ids, written=False)
+            self._prefetched = [other for other in self._prefetched if other is not ids]
 
     @accesses(reads=("looked",), writes=("met",))
     def reduce_in_host(self, slots: Slots) -> None:
@@ -269,8 +296,11 @@ class StepBindings:
         gradients = slots["gradients.tables"]
         for reducer in self.reducers:
             reducer.continue_reduction()
-        if any(gradient is not None for gradient in gradients):
+        is_used = any(gradient is not None for gradient in gradients)
+        if is_used:
             self.accumulation.update_tables(self.model.sparse, slots["ids"], gradients)
+        if self._prefetched:
+            self._release(slots["ids"], written=is_used)
 
     # Dense model
 

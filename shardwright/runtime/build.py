@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardwright.comm.codec import Bf16, Fp16, Plain
 from shardwright.comm.mesh import Group, Mesh, current_rank
 from shardwright.embeddings.announcement import BatchAnnouncer
+from shardwright.embeddings.cached_shard import Caches
 from shardwright.embeddings.exchange import Lanes, ShardedTables
 from shardwright.embeddings.layout import build_layout
 from shardwright.embeddings.row_order import make_row_order
@@ -35,7 +36,7 @@ from shardwright.runtime.bindings import StepBindings
 from shardwright.runtime.dense_layout import DenseOptimizer, announced_axes, mesh_for
 from shardwright.runtime.job import Job
 from shardwright.runtime.rank_group import RankGroup
-from shardwright.runtime.supported import check_supported, is_single_process
+from shardwright.runtime.supported import cached_rows, check_supported, is_single_process
 from shardwright.runtime.user_loop import UserLoop
 from shardwright.spec.lanes import IDS, WIRE
 from shardwright.spec.pipeline import rank_chunks, rank_stages
@@ -178,7 +179,10 @@ def shard_tables(sparse: EmbeddingTables, plan: Plan, mesh: Mesh, hottest: Mappi
     )
     orders = [make_row_order(plans[table.name].order, table.rows, hottest.get(table.name)) for table in sparse.tables]
     lanes = Lanes(ids, wire, CODECS[plan.wire.vectors](), CODECS[plan.wire.gradients]())
-    sparse.give_up(ShardedTables(sparse, layout, orders, lanes, mesh.device))
+    lines = [(index, cached_rows(plans[table.name])) for index, table in enumerate(sparse.tables)]
+    lines_by_table = {index: num for index, num in lines if num is not None}
+    caches = Caches(lines_by_table) if lines_by_table else None
+    sparse.give_up(ShardedTables(sparse, layout, orders, lanes, mesh.device, caches))
 
 
 def _sample_group(plan: Plan, mesh: Mesh, lane: str) -> Group:

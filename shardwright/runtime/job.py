@@ -22,7 +22,8 @@ from shardwright.jagged import Batch, check_batch
 from shardwright.kernels.finite import NONFINITE_REMEDY, first_nonfinite_row, num_saturated
 from shardwright.kernels.matmul import library_in_use, use_library
 from shardwright.measure.describe import sparse_of
-from shardwright.planner.step.stages import evaluation_stages
+from shardwright.planner.step.stages import evaluation_stages, has_prefetch
+from shardwright.rectangle import loaded_chunks
 from shardwright.runtime.accumulation import GradientAccumulation
 from shardwright.runtime.bindings import StepBindings, trainable_names
 from shardwright.runtime.outputs import Output
@@ -191,6 +192,8 @@ class Job:
             raise UserError("a pipeline trains in job.run: its order of micro-batches is part of the plan")
         if self.plan.experts:  # the loss's share of the global batch is needed before gradients of experts mix
             raise UserError("expert parallelism trains in job.run: train there, or plan without it")
+        if has_prefetch(self.plan.stages):
+            raise UserError("tables with rows on disk train in job.run: train there, or plan with all rows in memory")
         if self._step.accumulation.num_micro_batches > 1:
             raise UserError("accumulate is for job.run: in a user training loop tables update in every backward pass")
         if self._user_loop is not None:
@@ -275,7 +278,7 @@ class Job:
         """
         self._prepare_state_access()
         num_clamped, error = 0, ""
-        for weight in self.local_state.weights():
+        for weight in (chunk for whole in self.local_state.weights() for chunk in loaded_chunks(whole)):
             index = first_nonfinite_row(weight.values)
             if index is not None and not error:
                 row = weight.rows[0] + index if isinstance(weight.rows, tuple) else int(weight.rows[index])

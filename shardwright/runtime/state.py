@@ -21,7 +21,7 @@ from shardwright.kernels.rounding import copy_finite
 from shardwright.layers.embedding import ROUNDING_KEY, EmbeddingTables, find_tables
 from shardwright.layers.table_weights import TableWeights
 from shardwright.parameter_shard import ParameterShard
-from shardwright.rectangle import Rectangle, dtype_name, full_rectangle
+from shardwright.rectangle import Rectangle, chunks, dtype_name, full_rectangle
 from shardwright.runtime.optimizer_state import (
     OPTIMIZER,
     check_groups,
@@ -190,7 +190,9 @@ class LocalState:
                 logical = _logical_names(prefix, bags)
                 tables = full_tables.table_rectangles(bags.exchange)
                 targets += [replace(shard, name=logical[shard.name]) for shard in tables]
-        saved.fill(targets)
+        saved.fill([target for target in targets if target.stored is None])
+        for target in targets:
+            _fill_stored(saved, target)
         for prefix, bags in _embedding_bags(model):
             bags.load_optimizer_state({name: tensors[prefix + name] for name in bags.optimizer_state()})
         if optimizer is not None and saved_optimizer is not None:
@@ -201,6 +203,16 @@ class LocalState:
             mask.fill_(True)
         restore_random_states(saved.numbers, [buffers.get(name) for name in random_names], self.rank)
         return converted
+
+
+def _fill_stored(saved: SavedState, target: Rectangle) -> None:
+    """Restore rows on disk, a chunk at a time."""
+    first = 0
+    for chunk in chunks(target) if target.stored is not None else ():
+        saved.fill([chunk])
+        assert target.stored is not None
+        target.stored.write(first, chunk.values_RC)
+        first += chunk.num_rows
 
 
 def residual_rectangles(residuals: Sequence[Tensor], rank: int) -> list[Rectangle]:

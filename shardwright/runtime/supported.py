@@ -1,16 +1,26 @@
 """Refuse plans with settings that this version does not implement; the error names the setting."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from shardwright.errors import UserError
 from shardwright.spec.plan import TABLE_DTYPES, Plan, TablePlan, single_rank_table_plan, widest_dtype
 from shardwright.spec.workload import Table
 
+DISK = "ssd"  # the memory tier
+
 
 def is_single_process(plan: Plan) -> bool:
-    """Whether one rank has every table as a whole, with rows in the order of their ids."""
-    return plan.num_ranks == 1 and all(table.order == "id" and len(table.rects) == 1 for table in plan.tables)
+    """Whether one rank has every table as a whole, in memory, with rows in the order of their ids."""
+    return plan.num_ranks == 1 and all(
+        table.order == "id" and len(table.rects) == 1 and cached_rows(table) is None for table in plan.tables
+    )
+
+
+def cached_rows(planned: TablePlan) -> int | None:
+    """Of a table with rows on disk, the number of rows of each shard that are in memory at a time."""
+    tiers = planned.placement.tiers
+    return tiers[0].rows if len(tiers) == 2 and tiers[1].tier == DISK else None
 
 
 def check_supported(plan: Plan, tables: Sequence[Table]) -> None:
@@ -37,16 +47,31 @@ def check_supported(plan: Plan, tables: Sequence[Table]) -> None:
     unsupported += [name for table in plan.tables for name in _check_table(plan, table, specs[table.table])]
     if unsupported:
         raise UserError(
-            f"the plan's {unsupported[0]}: this version keeps tables in one memory tier, in the model's precision or "
-            f"a 16-bit one that the plan's allow permits; plan this model again"
+            f"the plan's {unsupported[0]}: this version keeps tables in memory, or with rows on disk, in the model's "
+            f"precision or a 16-bit one that the plan's allow permits; plan this model again"
         )
 
 
 def _check_table(plan: Plan, planned: TablePlan, table: Table) -> Iterator[str]:
     """Yield the fields of a table's plan whose values this version does not support."""
+    if cached_rows(planned) is not None:
+        yield from _check_cached(planned, table)
+        planned = replace(
+            planned, placement=replace(planned.placement, tiers=(planned.placement.tiers[0]._replace(rows=None),))
+        )
     dtype = planned.placement.weight_dtype
     is_allowed = any(entry in plan.allow and allowed == dtype for entry, allowed in TABLE_DTYPES.items())
     supported = single_rank_table_plan(table, dtype if is_allowed else None).placement
     for field in fields(supported):
         if getattr(planned.placement, field.name) != getattr(supported, field.name):
             yield f"{field.name} of table {planned.table}"
+
+
+def _check_cached(planned: TablePlan, table: Table) -> Iterator[str]:
+    """Yield what this version does not support for a table with rows on disk."""
+    if planned.placement.weight_dtype not in ("float32", "float64"):
+        yield f"weight_dtype of table {planned.table}, which has rows on disk"
+    if any(len(rect.ranks) > 1 for rect in planned.rects):
+        yield f"replicas of table {planned.table}, which has rows on disk"
+    if any(rect.cols != (0, table.dim) for rect in planned.rects):
+        yield f"column shards of table {planned.table}, which has rows on disk"

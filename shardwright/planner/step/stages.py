@@ -168,6 +168,11 @@ def evaluation_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     return without_leads([stage for stage in stages if stage.name in needed])
 
 
+def has_prefetch(stages: Sequence[Stage]) -> bool:
+    """Whether rows are copied from a slower memory tier before their lookup."""
+    return any(stage.name == "prefetch" for stage in stages)
+
+
 def has_host_reduce(stages: Sequence[Stage]) -> bool:
     """Whether partial sums of vectors are added inside each host."""
     return any(stage.name == "meet" for stage in stages)

@@ -1,0 +1,159 @@
+"""The rows of a table shard on lines of a cache, in front of a slower store.
+
+A line is a row and its optimizer state: one row of each of several tensors. `place` finds lines for the rows of a
+batch and copies what is missing in a thread of its own; until `release`, these lines stay theirs. So copies for the
+next batch may run beside the update of this one: they read only lines that no batch in flight uses, and write only
+lines of rows that were not there.
+
+Shape legend: U distinct rows of a batch, L lines, E rows of the shard.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from shardwright.comm.pending import Pending, ready
+from shardwright.embeddings.store import DiskSnapshot, DiskStore
+from shardwright.kernels.cache_index import CacheIndex, PlacedRows
+
+HALF_LIFE = 100  # batches
+CHUNK_BYTES = 16 << 20  # of rows that are copied at a time when all are
+
+
+class CachedRows:
+    """`parts_L`: the lines, of each tensor of a row."""
+
+    def __init__(self, parts_L: Sequence[Tensor], store: DiskStore, copier: ThreadPoolExecutor) -> None:
+        self.parts_L, self.store, self._copier = parts_L, store, copier
+        self.index = CacheIndex(len(parts_L[0]), HALF_LIFE)
+        self._row_of_L = torch.full((len(parts_L[0]),), -1)
+        self._last: Future[None] | None = None
+
+    def place(self, rows_U: Tensor) -> tuple[Tensor, Pending[None]]:
+        """The lines of these rows, and their copies."""
+        placed = self.index.place(rows_U)
+        missing_U = placed.missing_U
+        if not len(missing_U) and not len(placed.written_lines):
+            return placed.lines_U, ready(None) if self._last is None else Pending(self._last.result)
+        self._row_of_L[placed.lines_U[missing_U]] = rows_U[missing_U]
+        copies = self._copier.submit(self._copy, placed, rows_U)
+        self._last = copies
+        return placed.lines_U, Pending(copies.result)
+
+    def release(self, lines_U: Tensor, *, written: bool) -> None:
+        self.index.release(lines_U, written=written)
+
+    def find(self, rows_U: Tensor) -> Tensor:
+        return self.index.find(rows_U)
+
+    def rows_on(self, lines_U: Tensor) -> Tensor:
+        return self._row_of_L[lines_U]
+
+    def write_back(self) -> None:
+        """Copy all lines that were written to the store."""
+        self._wait()
+        lines, rows = self.index.written_lines(clear=True)
+        self._copier.submit(self.store.write, rows, lines, self.parts_L).result()
+
+    def read_all(self, part: int) -> Tensor:
+        """(E, ...) One tensor of all rows."""
+        found = self.parts_L[part].new_empty(self.store.num_rows, *self.parts_L[part].shape[1:])
+        rows_of_chunk = max(1, CHUNK_BYTES // max(1, found[:1].nbytes))
+        stored = self.stored_parts()[part].snapshot()
+        for first in range(0, len(found), rows_of_chunk):
+            chunk = found[first : first + rows_of_chunk]
+            chunk.view(len(chunk), -1).copy_(stored.read(first, len(chunk)))
+        stored.close()
+        return found
+
+    def read_rows(self, rows_U: Tensor) -> list[Tensor]:
+        """Rows as they are now, of each tensor."""
+        self.write_back()
+        parts = self.empty_parts(len(rows_U))
+        self.store.read(rows_U, torch.arange(len(rows_U)), parts)
+        return parts
+
+    def write_rows(self, part: int, rows_U: Tensor, values_U: Tensor) -> None:
+        """Replace one tensor of some rows, in the store and in the cache."""
+        parts = self.read_rows(rows_U)
+        parts[part].copy_(values_U)
+        self.store.write(rows_U, torch.arange(len(rows_U)), parts)
+        lines_U = self.find(rows_U)
+        here = lines_U >= 0
+        self.parts_L[part][lines_U[here]] = values_U[here]
+
+    def stored_parts(self) -> list["StoredPart"]:
+        """Each tensor of all rows."""
+        shared = SharedSnapshot(self)
+        return [StoredPart(self, number, shared) for number in range(len(self.parts_L))]
+
+    def empty_parts(self, num: int) -> list[Tensor]:
+        return [part.new_empty(num, *part.shape[1:]) for part in self.parts_L]
+
+    def _wait(self) -> None:
+        if self._last is not None:
+            self._last.result()
+
+    def _copy(self, placed: PlacedRows, rows_U: Tensor) -> None:
+        with torch.no_grad():
+            if len(placed.written_lines):
+                self.store.write(placed.written_rows, placed.written_lines, self.parts_L)
+            if len(placed.missing_U):
+                self.store.read(rows_U[placed.missing_U], placed.lines_U[placed.missing_U], self.parts_L)
+
+
+class SharedSnapshot:
+    """One snapshot of a store for all tensors of its rows; ends when each user has closed it."""
+
+    def __init__(self, cached: CachedRows) -> None:
+        self._cached, self._stack, self._num_users = cached, ExitStack(), 0
+        self._snapshot: DiskSnapshot | None = None
+
+    def open(self) -> None:
+        if self._snapshot is None:
+            self._cached.write_back()
+            self._snapshot = self._stack.enter_context(self._cached.store.snapshot())
+        self._num_users += 1
+
+    def close(self) -> None:
+        self._num_users -= 1
+        if not self._num_users:
+            self._snapshot = None
+            self._stack.close()
+
+    def read(self, first: int, num: int) -> list[Tensor]:
+        assert self._snapshot is not None
+        parts = self._cached.empty_parts(num)
+        self._snapshot.read(first, parts)
+        return parts
+
+
+class StoredPart:
+    """One tensor of the rows of a shard, as a rectangle's `StoredRows`."""
+
+    def __init__(self, cached: CachedRows, part: int, shared: SharedSnapshot, *, is_open: bool = False) -> None:
+        self._cached, self._part, self._shared, self._is_open = cached, part, shared, is_open
+
+    def read(self, first: int, num: int) -> Tensor:
+        if self._is_open:
+            parts = self._shared.read(first, num)
+        else:
+            parts = self._cached.read_rows(torch.arange(first, first + num))
+        return parts[self._part].view(num, -1)
+
+    def select(self, indices: Tensor) -> Tensor:
+        return self._cached.read_rows(indices)[self._part].view(len(indices), -1)
+
+    def write(self, first: int, values_RC: Tensor) -> None:
+        shape = (len(values_RC), *self._cached.parts_L[self._part].shape[1:])
+        self._cached.write_rows(self._part, torch.arange(first, first + len(values_RC)), values_RC.view(shape))
+
+    def snapshot(self) -> "StoredPart":
+        self._shared.open()
+        return StoredPart(self._cached, self._part, self._shared, is_open=True)
+
+    def close(self) -> None:
+        self._shared.close()

@@ -1,0 +1,73 @@
+"""Make the cache and the store of a table shard with rows on disk.
+
+Shape legend: E rows of a shard, U distinct rows, L lines.
+"""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwright.embeddings.cached_rows import CachedRows
+from shardwright.embeddings.layout import TableShard
+from shardwright.embeddings.row_order import RowOrder
+from shardwright.embeddings.store import DiskStore, supports_direct
+from shardwright.kernels import embedding
+from shardwright.kernels.initial import CHUNK_ELEMENTS
+from shardwright.kernels.native import use_huge_pages
+from shardwright.layers.embedding import EmbeddingTables
+from shardwright.spec.optimizer import state_shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    """The lines of each shard of a table, by the table's index; other tables are in memory as a whole.
+
+    Rows are stored below the folder for temporary files (TMPDIR). One thread of this rank copies them.
+    """
+
+    lines: Mapping[int, int]
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="shardwright-rows-")))
+    copier: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rows"))
+
+
+@torch.no_grad()
+def make_cached_rows(bags: EmbeddingTables, shard: TableShard, order: RowOrder, caches: Caches) -> CachedRows:
+    """Lines for some rows of a shard, and a store for all; rows have the table's values."""
+    table = bags.tables[shard.table]
+    module, num_lines = bags.holder(table.name), caches.lines[shard.table]
+    shapes = state_shapes(bags.optimizer, num_lines, shard.dim) if bags.optimizer else {}
+    dtype = embedding.vector_dtype(module.weight.dtype)
+    parts_L = [torch.empty(num_lines, shard.dim, dtype=module.weight.dtype)]
+    parts_L += [torch.empty(shape, dtype=dtype) for shape in shapes.values()]
+    for part in parts_L:
+        use_huge_pages(part)
+    start, end = shard.rows
+
+    def fill(rows_U: Tensor, parts_U: Sequence[Tensor]) -> None:
+        weight_UD = module.initial_rows(order.ids(start + rows_U))
+        parts_U[0].copy_(torch.cat([weight_UD[:, a:b] for a, b in shard.cols], 1))
+        for part_U in parts_U[1:]:
+            part_U.fill_(module.initial_state)
+
+    folder = Path(tempfile.mkdtemp(prefix=f"{table.name}-", dir=caches.folder))
+    store = DiskStore(folder, end - start, parts_L, fill, direct=supports_direct(folder))
+    if not module.weight.is_meta:
+        states = bags.state(table.name) if bags.steps[table.name] else {}
+        step = max(1, CHUNK_ELEMENTS // shard.dim)
+        for low in range(0, end - start, step):
+            rows_U = torch.arange(low, min(low + step, end - start))
+            ids_U = order.ids(start + rows_U)
+            parts_U = [part.new_empty(len(rows_U), *part.shape[1:]) for part in parts_L]
+            for name, part_U in zip(("weight", *shapes), parts_U, strict=True):
+                if name != "weight" and not states:
+                    part_U.fill_(module.initial_state)
+                    continue
+                values = (module.weight if name == "weight" else states[name])[ids_U]
+                part_U.copy_(torch.cat([values[:, a:b] for a, b in shard.cols], 1) if values.dim() == 2 else values)
+            store.write(rows_U, torch.arange(len(rows_U)), parts_U)
+    return CachedRows(parts_L, store, caches.copier)

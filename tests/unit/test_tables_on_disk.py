@@ -1,0 +1,182 @@
+"""Tables with rows on disk train to the bit like tables in memory, in one process."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.errors import UserError
+from shardwright.jagged import Batch, Jagged
+from shardwright.layers.embedding import EmbeddingBags
+from shardwright.models.dlrm import DLRM
+from shardwright.planner.step.stages import NO_BODIES, ONE_RANK, OVERLAPPED, step_stages
+from shardwright.runtime.build import build
+from shardwright.runtime.planning import plan_for
+from shardwright.spec.optimizer import SGD, AdaGrad, Adam, RowWiseAdaGrad
+from shardwright.spec.plan import Share
+from shardwright.spec.workload import Feature, Table
+
+FEATURES = (Feature("site", "site"), Feature("seen", "item", "mean"), Feature("shown", "item"))
+ROWS = {"site": 300, "item": 200}
+LINES = 128
+OPTIMIZERS = (SGD(lr=0.1), SGD(lr=0.1, momentum=0.9), AdaGrad(lr=0.1), RowWiseAdaGrad(lr=0.1), Adam(lr=0.01))
+
+
+def batch_of(seed: int, batch_size: int = 8) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (3, batch_size), generator=generator)
+    sizes = lengths.sum(1).tolist()
+    rows = (ROWS["site"], ROWS["item"], ROWS["item"])
+    values = torch.cat([torch.randint(0, num, (n,), generator=generator) for n, num in zip(sizes, rows, strict=True)])
+    dense = torch.randn(batch_size, 4, generator=generator)
+    click = torch.randint(0, 2, (batch_size,), generator=generator).float()
+    return Batch(Jagged(("site", "seen", "shown"), values, lengths), dense, {"click": click})
+
+
+def dlrm(optimizer) -> DLRM:
+    torch.manual_seed(0)
+    tables = [Table(name, rows, 8) for name, rows in ROWS.items()]
+    return DLRM(EmbeddingBags(tables, FEATURES, optimizer), 4, bottom=(16, 8), top=(16,))
+
+
+def on_disk(plan, *, lines: int = LINES, overlap: bool = True, names=tuple(ROWS)):
+    tables = tuple(
+        replace(table, placement=replace(table.placement, tiers=(Share("dram", lines), Share("ssd"))))
+        if table.table in names
+        else table
+        for table in plan.tables
+    )
+    stages = step_stages(prefetch=True, leads=OVERLAPPED if overlap else ONE_RANK, bodies=NO_BODIES)
+    return replace(plan, tables=tables, stages=stages)
+
+
+def job_of(optimizer, *, disk: bool, accumulate: int = 1, **options):
+    model = dlrm(optimizer)
+    plan = plan_for(model, batch_of(0))
+    plan = on_disk(plan, **options) if disk else plan
+    return build(model, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), accumulate=accumulate)
+
+
+def states_equal(first, second) -> bool:
+    tensors = first.state().tensors, second.state().tensors
+    return tensors[0].keys() == tensors[1].keys() and all(torch.equal(tensors[0][n], tensors[1][n]) for n in tensors[0])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("overlap", (False, True))
+def test_training_equals_tables_in_memory(optimizer, overlap):
+    batches = [batch_of(seed) for seed in range(20)]
+    plain, disk = job_of(optimizer, disk=False), job_of(optimizer, disk=True, overlap=overlap)
+    losses = [[output.loss for output in job.run(batches)] for job in (plain, disk)]
+    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+    assert states_equal(plain, disk)
+
+
+def test_only_some_tables_may_be_on_disk():
+    batches = [batch_of(seed) for seed in range(8)]
+    plain, disk = job_of(OPTIMIZERS[3], disk=False), job_of(OPTIMIZERS[3], disk=True, names=("item",))
+    losses = [[output.loss for output in job.run(batches)] for job in (plain, disk)]
+    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+    assert states_equal(plain, disk)
+
+
+def test_accumulated_steps_equal_those_of_tables_in_memory():
+    batches = [batch_of(seed, 4) for seed in range(18)]
+    jobs = [job_of(OPTIMIZERS[3], disk=disk, accumulate=3) for disk in (False, True)]
+    losses = [[output.loss for output in job.run(batches)] for job in jobs]
+    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+    assert states_equal(*jobs)
+
+
+def test_evaluation_between_steps_and_a_loop_that_ends_early_hold_no_lines():
+    """Lines are released: afterwards a batch may use all of them."""
+    jobs = [job_of(OPTIMIZERS[3], disk=disk) for disk in (False, True)]
+    outputs = []
+    for job in jobs:
+        found = []
+        for output in job.run([batch_of(seed) for seed in range(30)]):
+            found += [output.loss, *(each.loss for each in job.evaluate([batch_of(100 + len(found))] * 3))]
+            if job.step == 7:
+                break
+        found += [output.loss for output in job.run([batch_of(seed) for seed in range(50, 70)])]
+        outputs.append(found)
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+    assert states_equal(*jobs)
+    (shards,) = jobs[1].model.sparse.exchange.local_shards
+    every_row = torch.arange(LINES)
+    lines, copies = shards.caches[0].place(every_row)
+    copies.wait()
+    assert len(set(lines.tolist())) == LINES
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+def test_drawn_sizes_and_batches(data):
+    """Any number of lines that holds the batches in flight, overlapped or not, accumulated or not."""
+    size, accumulate = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 2))
+    overlap = data.draw(st.booleans())
+    lines = data.draw(st.sampled_from([64, 96, 192]))
+    seeds = data.draw(st.lists(st.integers(0, 5), min_size=accumulate, max_size=10))
+    seeds = seeds[: len(seeds) // accumulate * accumulate]
+    optimizer = data.draw(st.sampled_from(OPTIMIZERS))
+    jobs = [job_of(optimizer, disk=disk, accumulate=accumulate, lines=lines, overlap=overlap) for disk in (False, True)]
+    losses = [[output.loss for output in job.run([batch_of(seed, size) for seed in seeds])] for job in jobs]
+    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+    assert states_equal(*jobs)
+
+
+def test_checkpoints_are_read_by_either_and_written_without_the_table_in_memory(tmp_path):
+    batches = [batch_of(seed) for seed in range(20)]
+    plain, disk, resumed = (job_of(OPTIMIZERS[4], disk=disk) for disk in (False, True, True))
+    for job, name in ((plain, "plain"), (disk, "disk")):
+        for _ in job.run(batches[:10]):
+            pass
+        job.save(tmp_path / name)
+    resumed.load(tmp_path / "plain" / "step-00000010")
+    again = job_of(OPTIMIZERS[4], disk=False)
+    again.load(tmp_path / "disk" / "step-00000010")
+    assert states_equal(plain, resumed) and states_equal(plain, again)
+    losses = [[output.loss for output in job.run(batches[10:])] for job in (plain, disk, resumed, again)]
+    assert all(torch.equal(loss, first) for first, *others in zip(*losses, strict=True) for loss in others)
+    assert states_equal(plain, disk) and states_equal(plain, resumed) and states_equal(plain, again)
+
+
+def test_increments_have_the_rows_that_changed(tmp_path):
+    from shardwright.runtime.rank_group import RankGroup
+    from shardwright.runtime.saving import Saver
+
+    jobs = [job_of(OPTIMIZERS[3], disk=disk) for disk in (False, True)]
+    for number, job in enumerate(jobs):
+        saver = Saver(RankGroup(job.mesh), tmp_path / str(number), keep=9, increments=9, changes=job.changes)
+        for step, _ in enumerate(job.run([batch_of(seed) for seed in range(9)])):
+            if step % 3 == 2:
+                job.save_with(saver, {})
+        saver.wait()
+    read = job_of(OPTIMIZERS[3], disk=True)
+    read.load(tmp_path / "1" / "step-00000009")
+    assert states_equal(jobs[0], read)
+
+
+def test_a_loaded_table_and_one_that_was_trained_before_move_to_disk():
+    model = dlrm(OPTIMIZERS[3])
+    model.sparse.weight("item").data.normal_()
+    wanted = model.sparse.weight("item").detach().clone()
+    job = build(model, on_disk(plan_for(model, batch_of(0))), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    name = next(name for name in job.state().tensors if name.endswith("item.weight"))
+    assert torch.equal(job.state().tensors[name], wanted)
+
+
+def test_mistakes_are_named(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="do not fit in the 32 lines of the cache"):
+        for _ in job_of(OPTIMIZERS[0], disk=True, lines=32).run([batch_of(seed, 64) for seed in range(3)]):
+            pass
+    model = dlrm(OPTIMIZERS[0])
+    plan = on_disk(plan_for(model, batch_of(0)))
+    halves = replace(plan.tables[0], placement=replace(plan.tables[0].placement, weight_dtype="float16"))
+    with pytest.raises(UserError, match="which has rows on disk"):
+        build(model, replace(plan, allow=("tables.fp16",), tables=(halves, *plan.tables[1:])))
+    job = job_of(OPTIMIZERS[0], disk=True)
+    with pytest.raises(UserError, match="train in job.run"):
+        next(iter(job.loader([batch_of(0)])))
