@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardwright.measure.describe import describe
     from shardwright.runtime.build import build
     from shardwright.runtime.job import Job
-    from shardwright.runtime.planning import plan_for
+    from shardwright.runtime.planning import keep_on_disk, plan_for
     from shardwright.serving.export import export
     from shardwright.serving.predictor import Predictor
     from shardwright.spec.optimizer import LAMB, SGD, AdaGrad, Adam, PartialRowWiseAdam, RowWiseAdaGrad
@@ -47,7 +47,7 @@ _NAMES_BY_MODULE = MappingProxyType(
         "measure.describe": ("describe",),
         "runtime.build": ("build",),
         "runtime.job": ("Job",),
-        "runtime.planning": ("plan_for",),
+        "runtime.planning": ("keep_on_disk", "plan_for"),
         "serving.export": ("export",),
         "serving.predictor": ("Predictor",),
         "spec.optimizer": ("LAMB", "SGD", "AdaGrad", "Adam", "PartialRowWiseAdam", "RowWiseAdaGrad"),
@@ -87,6 +87,7 @@ __all__ = (
     "from_torch",
     "from_torchrec",
     "open_log",
+    "keep_on_disk",
     "plan_for",
     "to_torch",
     "to_torchrec",

@@ -3,11 +3,9 @@
 Shape legend: E rows of a shard, U distinct rows, L lines.
 """
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,6 +13,7 @@ from torch import Tensor
 from shardwright.embeddings.cached_rows import CachedRows
 from shardwright.embeddings.layout import TableShard
 from shardwright.embeddings.row_order import RowOrder
+from shardwright.embeddings.rows_folder import RowsFolder
 from shardwright.embeddings.store import DiskStore, supports_direct
 from shardwright.kernels import embedding
 from shardwright.kernels.initial import CHUNK_ELEMENTS
@@ -31,7 +30,7 @@ class Caches:
     """
 
     lines: Mapping[int, int]
-    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="shardwright-rows-")))
+    folder: RowsFolder = field(default_factory=RowsFolder)
     copier: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rows"))
 
 
@@ -54,7 +53,7 @@ def make_cached_rows(bags: EmbeddingTables, shard: TableShard, order: RowOrder, 
         for part_U in parts_U[1:]:
             part_U.fill_(module.initial_state)
 
-    folder = Path(tempfile.mkdtemp(prefix=f"{table.name}-", dir=caches.folder))
+    folder = caches.folder.make_subfolder(table.name)
     store = DiskStore(folder, end - start, parts_L, fill, direct=supports_direct(folder))
     if not module.weight.is_meta:
         states = bags.state(table.name) if bags.steps[table.name] else {}

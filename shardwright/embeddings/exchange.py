@@ -40,6 +40,7 @@ from shardwright.embeddings.vector_transport import VectorTransport
 from shardwright.errors import UserError
 from shardwright.jagged import Jagged, Vectors
 from shardwright.kernels.arguments import concat_with_decay
+from shardwright.kernels.cache_index import CacheCounts
 from shardwright.kernels.dedup import concat_ids
 from shardwright.kernels.gradient_sums import GradientSums
 from shardwright.layers.embedding import EmbeddingTables
@@ -114,6 +115,15 @@ class ShardedTables:
         self.train: Callable[[Jagged], Vectors] | None = None  # the lookup of a user training loop, while there is one
         # Table groups whose only client is this rank: their vectors and gradients are not sent.
         self._unsent = [index for index, group in enumerate(self.table_groups) if group.clients == (self.rank,)]
+
+    def cache_counts(self) -> dict[str, CacheCounts]:
+        """By table with rows on disk, what the caches of this rank's shards have counted so far."""
+        counts: dict[str, CacheCounts] = {}
+        for local in self.local_shards:
+            for index, cached in local.caches.items():
+                name = local.tables[index].name
+                counts[name] = counts.get(name, CacheCounts()) + cached.index.counts
+        return counts
 
     def rows_of(self, shard: TableShard) -> IndexRange | Tensor:
         """The rows that a shard of this rank holds: a range, or ids if the table is not in id order."""

@@ -4,7 +4,7 @@ Shape legend: U distinct rows of a batch.
 """
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ class CacheCounts:
     evicted: int = 0
     written_back: int = 0
     conflicts: int = 0
+
+    def __add__(self, other: "CacheCounts") -> "CacheCounts":
+        return CacheCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

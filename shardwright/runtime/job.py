@@ -17,8 +17,10 @@ from shardwright.checkpoint.manifest import MODEL_PREFIX
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.checkpoint.step_directories import checkpoint_path as step_folder
 from shardwright.comm.heartbeat import PeerLost
+from shardwright.embeddings.exchange import ShardedTables
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, check_batch
+from shardwright.kernels.cache_index import CacheCounts
 from shardwright.kernels.finite import NONFINITE_REMEDY, first_nonfinite_row, num_saturated
 from shardwright.kernels.matmul import library_in_use, use_library
 from shardwright.measure.describe import sparse_of
@@ -269,6 +271,11 @@ class Job:
         np.random.set_state(random_states[2])
         self._step.num_steps = 0
         return converted
+
+    def cache_counts(self) -> dict[str, CacheCounts]:
+        """By table with rows on disk: distinct rows of batches, and how many were missing in memory; on this rank."""
+        exchange = self.model.sparse.exchange if sparse_of(self.model) is not None else None
+        return exchange.cache_counts() if isinstance(exchange, ShardedTables) else {}
 
     def check_weights(self) -> int:
         """Raise the same error on every rank if a weight is NaN or infinite: tables, dense parameters and buffers.

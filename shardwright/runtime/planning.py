@@ -4,7 +4,7 @@ One process holds all tables (`plan_single_process`). For several ranks, only `P
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,9 @@ from shardwright import config
 from shardwright.comm.mesh import host_topology, select_device, world_size
 from shardwright.config import PlanSettings, Settings
 from shardwright.data.sources.source import Source
-from shardwright.errors import UserError
+from shardwright.errors import UserError, did_you_mean
 from shardwright.jagged import Batch, check_batch
+from shardwright.kernels.cache_index import WAYS
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import describe, sparse_of
 from shardwright.measure.device import has_fast_bf16_matmul
@@ -24,12 +25,13 @@ from shardwright.planner.pins import LayerRequest
 from shardwright.planner.plan import PlanningResult, make_plan
 from shardwright.planner.step import prediction
 from shardwright.planner.step.loop_cost import LoopCost
-from shardwright.planner.step.stages import NO_BODIES, ONE_RANK, ONE_RANK_GPU, step_stages
+from shardwright.planner.step.stages import NO_BODIES, ONE_RANK, ONE_RANK_GPU, step_stages, with_prefetch
 from shardwright.runtime.launch import launcher
 from shardwright.runtime.run import measure_loop, recipe
+from shardwright.runtime.supported import DISK
 from shardwright.spec import files, presets
 from shardwright.spec.cluster import Cluster
-from shardwright.spec.plan import Plan, single_rank_plan
+from shardwright.spec.plan import Plan, Share, single_rank_plan
 from shardwright.spec.routing_trace import RoutingTrace, read_trace, with_recorded_shares
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
@@ -108,6 +110,32 @@ def plan_for(
     for key, value in settings.model_dump(exclude_defaults=True).items():
         raise UserError(f"{key}={value!r} is for several ranks; start this with torchrun")
     return plan_single_process(model, workload, allow)
+
+
+def keep_on_disk(plan: Plan, rows_in_memory: Mapping[str, int]) -> Plan:
+    """The plan with the rows of these tables on disk; of each of their shards, so many rows are in memory at a time.
+
+    They must hold the rows of the batches in flight: of this and the next step. The rows are stored below the folder
+    for temporary files (TMPDIR).
+    """
+    names = [table.table for table in plan.tables]
+    for name, rows in rows_in_memory.items():
+        if name not in names:
+            raise UserError(f'no table "{name}" in the plan{did_you_mean(name, names)}')
+        if rows < WAYS:
+            raise UserError(f'{rows} rows of table "{name}" in memory; wanted {WAYS} or more')
+    tables = tuple(
+        replace(
+            table,
+            placement=replace(
+                table.placement, tiers=(Share(table.placement.tiers[0].tier, rows_in_memory[table.table]), Share(DISK))
+            ),
+        )
+        if table.table in rows_in_memory
+        else table
+        for table in plan.tables
+    )
+    return replace(plan, tables=tables, stages=with_prefetch(plan.stages))
 
 
 def plan_single_process(model: nn.Module, workload: Workload, allow: Sequence[str]) -> Plan:

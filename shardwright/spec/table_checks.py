@@ -155,6 +155,12 @@ def invalid_tiers(plan: "Plan", *_: object) -> Iterator[str]:
             yield from check_non_negative(f'{subject}: tier "{tier}"', rows=rows or 0)
 
 
+def missing_prefetch(plan: "Plan", *_: object) -> Iterator[str]:
+    names = [table.table for table in plan.tables if len(table.placement.tiers) > 1]
+    if names and not any(stage.name == "prefetch" for stage in plan.stages):
+        yield f'stages: table "{names[0]}" has rows in several tiers, and no stage "prefetch" copies them'
+
+
 def disallowed_sync(plan: "Plan", *_: object) -> Iterator[str]:
     allowed = max_staleness(plan.allow)
     for table in plan.tables:
@@ -260,6 +266,7 @@ CHECKS: tuple[Check, ...] = (
     invalid_ranks,
     invalid_experts,
     invalid_tiers,
+    missing_prefetch,
     disallowed_sync,
     disallowed_rounding,
     unknown_names,

@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.embeddings.rows_folder import RowsFolder
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.models.dlrm import DLRM
-from shardwright.planner.step.stages import NO_BODIES, ONE_RANK, OVERLAPPED, step_stages
 from shardwright.runtime.build import build
-from shardwright.runtime.planning import plan_for
+from shardwright.runtime.planning import keep_on_disk, plan_for
+from shardwright.spec.calls import without_leads
 from shardwright.spec.optimizer import SGD, AdaGrad, Adam, RowWiseAdaGrad
-from shardwright.spec.plan import Share
 from shardwright.spec.workload import Feature, Table
 
 FEATURES = (Feature("site", "site"), Feature("seen", "item", "mean"), Feature("shown", "item"))
@@ -42,14 +42,8 @@ def dlrm(optimizer) -> DLRM:
 
 
 def on_disk(plan, *, lines: int = LINES, overlap: bool = True, names=tuple(ROWS)):
-    tables = tuple(
-        replace(table, placement=replace(table.placement, tiers=(Share("dram", lines), Share("ssd"))))
-        if table.table in names
-        else table
-        for table in plan.tables
-    )
-    stages = step_stages(prefetch=True, leads=OVERLAPPED if overlap else ONE_RANK, bodies=NO_BODIES)
-    return replace(plan, tables=tables, stages=stages)
+    plan = keep_on_disk(plan, dict.fromkeys(names, lines))
+    return plan if overlap else replace(plan, stages=without_leads(plan.stages))
 
 
 def job_of(optimizer, *, disk: bool, accumulate: int = 1, **options):
@@ -180,3 +174,21 @@ def test_mistakes_are_named(tmp_path, monkeypatch):
     job = job_of(OPTIMIZERS[0], disk=True)
     with pytest.raises(UserError, match="train in job.run"):
         next(iter(job.loader([batch_of(0)])))
+
+
+def test_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    mine = RowsFolder()
+    (mine.make_subfolder("table") / "segment-1").write_text("rows")
+    abandoned = tmp_path / "shardwright-rows-abandoned"
+    abandoned.mkdir()
+    (abandoned / "lock").write_text("")
+    (tmp_path / "shardwright-rows-being-made").mkdir()
+    other = RowsFolder()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        mine.path.name,
+        other.path.name,
+        "shardwright-rows-being-made",
+    }
+    del mine
+    assert not any(path.name == "table" for path in tmp_path.rglob("*"))

@@ -168,6 +168,19 @@ def evaluation_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     return without_leads([stage for stage in stages if stage.name in needed])
 
 
+def with_prefetch(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The stages with "prefetch", one batch ahead."""
+    if has_prefetch(stages):
+        return tuple(stages)
+    found: list[Stage] = []
+    for stage in stages:
+        stage = replace(stage, reads=("ids", "near", "state.tables")) if stage.name == "lookup" else stage
+        found.append(replace(stage, lead=max(stage.lead, OVERLAPPED.get(stage.name, 0))))
+        if stage.name == "ids":
+            found.append(Stage("prefetch", HOST, ("ids",), ("near",), OVERLAPPED["prefetch"]))
+    return tuple(found)
+
+
 def has_prefetch(stages: Sequence[Stage]) -> bool:
     """Whether rows are copied from a slower memory tier before their lookup."""
     return any(stage.name == "prefetch" for stage in stages)

@@ -1,0 +1,68 @@
+"""Tables with rows on disk over ranks train to the bit like tables in memory over the same ranks."""
+
+import pytest
+import torch
+from test_steps import SIZE, batch, make_model, shard_plan, single_plan, take
+
+from shardwright.runtime.build import build
+from shardwright.runtime.planning import keep_on_disk
+from shardwright.spec.optimizer import Adam, RowWiseAdaGrad
+from shardwright.spec.plan import Placement, Rect, Share, TablePlan
+
+STEPS = 12
+LINES = {1: 160, 2: 96, 3: 64}  # by number of ranks; batches in flight need almost as many
+
+
+def by_rows(world: int, name: str, rows: int, order: str, travel) -> TablePlan:
+    rects = tuple(Rect(name, (rows * r // world, rows * (r + 1) // world), (0, 8), (r,)) for r in range(world))
+    return TablePlan(name, order, rects, Placement((Share("dram"),)), travel)
+
+
+def table_plans(world: int, travel) -> list[TablePlan]:
+    """One table on every rank, two by rows; the last is on disk."""
+    whole = Rect("t1", (0, 7), (0, 8), tuple(range(world)))
+    return [
+        by_rows(world, "t0", 40, "id", "vectors"),
+        TablePlan("t1", "id", (whole,), Placement((Share("dram"),))),
+        by_rows(world, "t2", 300, "hash:5", travel),
+    ]
+
+
+def train(world: int, optimizer, dtype: str, travel, folder, disk: bool):
+    """Run on a rank: losses in training and evaluation, and the state, which is also saved and loaded."""
+    model = make_model(optimizer, dtype)
+    own = getattr(torch, dtype)
+    plan = shard_plan(single_plan(model, batch(0, dtype=own)), world, "vectors", dtype, table_plans(world, travel))
+    plan = keep_on_disk(plan, {"t2": LINES[world]}) if disk else plan
+    job = build(model, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01))
+    start, stop = SIZE * job.mesh.rank // world, SIZE * (job.mesh.rank + 1) // world
+    batches = [take(batch(step, dtype=own), start, stop) for step in range(STEPS)]
+    losses = [out.loss for out in job.run(batches[: STEPS // 2])]
+    job.save(folder)
+    losses += [out.loss for out in job.evaluate(batches[:2])]
+    losses += [out.loss for out in job.run(batches[STEPS // 2 :])]
+    first = job.state().tensors
+    job.load(folder / f"step-{STEPS // 2:08}")
+    losses += [out.loss for out in job.run(batches[STEPS // 2 :])]
+    second, counts = job.state().tensors, job.cache_counts()
+    job.mesh.close()
+    states = [{name: x for name, x in state.items() if not x.is_meta} for state in (first, second)]
+    return losses, states, counts
+
+
+@pytest.mark.parametrize("world", (1, 2, 3))
+@pytest.mark.parametrize("travel", ("vectors", "rows"))
+@pytest.mark.parametrize("optimizer", (RowWiseAdaGrad(0.1), Adam(0.01)), ids=lambda optimizer: optimizer.kind)
+def test_training_equals_tables_in_memory(ranks, tmp_path, world, travel, optimizer):
+    dtype = "float32" if world == 2 else "float64"
+    memory, disk = (
+        ranks.run(world, train, world, optimizer, dtype, travel, tmp_path / str(disk), disk) for disk in (False, True)
+    )
+    for (losses, states, no_counts), (losses_disk, states_disk, counts) in zip(memory, disk, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(losses, losses_disk, strict=True))
+        for state, state_disk in zip(states, states_disk, strict=True):
+            assert state.keys() == state_disk.keys()
+            assert all(torch.equal(state[name], state_disk[name]) for name in state)
+        assert not no_counts and [*counts] == ["t2"]
+        assert counts["t2"].rows > counts["t2"].missing > 0
+        assert counts["t2"].written_back > 0 or world > 1
