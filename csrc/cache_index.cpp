@@ -21,7 +21,8 @@
 
 namespace {
 
-constexpr int64_t kAhead = 16, kClose = 6;  // keys ahead whose set, and whose line's entries, are fetched
+// Keys ahead whose set, and whose state, is fetched; of missing keys, all states of the set.
+constexpr int64_t kAhead = 16, kClose = 6, kVictims = 3;
 
 struct Counts {
   int64_t missing, written, evicted, conflicts;
@@ -53,7 +54,7 @@ class Index {
       if (i + kAhead < n) __builtin_prefetch(&set_of(hash_of(keys[i + kAhead])));
       window_.add(keys[i], bit);
       Line line = find(hash_of(keys[i]), keys[i]);
-      if (line.set) line.set->next[line.way] |= bit;
+      if (line.set) line.set->states[line.way].next |= bit;
     }
     return number;
   }
@@ -100,11 +101,11 @@ class Index {
   // Ends a batch's use of these lines. May run beside `place`.
   void release(const int64_t* lines, int64_t n, bool written) {
     for (int64_t i = 0; i < n; ++i) {
-      if (i + kAhead < n) __builtin_prefetch(&sets_[lines[i + kAhead] / kWays], 1);
+      if (i + kAhead < n) __builtin_prefetch(&sets_[lines[i + kAhead] / kWays].states[lines[i + kAhead] % kWays], 1);
       Set& set = sets_[lines[i] / kWays];
       const int64_t way = lines[i] % kWays;
-      if (written) __atomic_store_n(&set.written[way], 1, __ATOMIC_RELAXED);
-      __atomic_fetch_sub(&set.pins[way], 1, __ATOMIC_RELEASE);
+      if (written) __atomic_store_n(&set.states[way].written, 1, __ATOMIC_RELAXED);
+      __atomic_fetch_sub(&set.states[way].pins, 1, __ATOMIC_RELEASE);
     }
   }
 
@@ -113,6 +114,7 @@ class Index {
 #pragma omp parallel for num_threads(threads_for(n)) schedule(static)
     for (int64_t i = 0; i < n; ++i) {
       if (i + kAhead < n) __builtin_prefetch(&set_of(hash_of(keys[i + kAhead])));
+      if (i + kClose < n) fetch_state(hash_of(keys[i + kClose]));
       const Line line = find(hash_of(keys[i]), keys[i]);
       lines[i] = line.set ? number_of(line) : kNoWay;
     }
@@ -125,9 +127,9 @@ class Index {
     for (uint64_t s = 0; s < num_sets_; ++s)
       for (int64_t way = 0; way < kWays; ++way) {
         Set& set = sets_[s];
-        if (!(set.full >> way & 1) || !set.written[way]) continue;
-        if (lines) lines[found] = s * kWays + way, keys[found] = set.keys[way];
-        if (clear) set.written[way] = 0;
+        if (!(set.full >> way & 1) || !set.states[way].written) continue;
+        if (lines) lines[found] = s * kWays + way, keys[found] = set.states[way].key;
+        if (clear) set.states[way].written = 0;
         ++found;
       }
     return found;
@@ -162,7 +164,7 @@ class Index {
     const uint32_t bit = 1u << batch_ % kWindow;
     std::vector<int64_t> missing;
     for (int64_t i = 0; i < n; ++i) {
-      fetch_ahead(part.hashes, i, scores);
+      fetch_ahead(part.hashes, i);
       const int64_t at = part.rows[i], key = keys[at];
       const Line line = find(part.hashes[i], key);
       if (!line.set) {
@@ -170,11 +172,12 @@ class Index {
         continue;
       }
       if (announced_ >= batch_) window_.take(key, bit);
-      use(line, scores ? scores[at] : 0.0f, line.set->next[line.way] & ~bit);
+      use(line, scores ? scores[at] : 0.0f, line.set->states[line.way].next & ~bit);
       lines[at] = number_of(line);
     }
-    for (const int64_t i : missing) {
-      const int64_t at = part.rows[i];
+    for (int64_t j = 0; j < int64_t(missing.size()); ++j) {
+      if (j + kVictims < int64_t(missing.size())) fetch_states(set_of(part.hashes[missing[j + kVictims]]));
+      const int64_t i = missing[j], at = part.rows[i];
       Line line{&set_of(part.hashes[i]), 0};
       line.way = victim(*line.set);
       if (line.way == kNoWay) {
@@ -187,23 +190,20 @@ class Index {
     }
   }
 
-  void fetch_ahead(const std::vector<uint64_t>& hashes, int64_t i, bool has_scores) const {
+  void fetch_ahead(const std::vector<uint64_t>& hashes, int64_t i) const {
     const int64_t n = hashes.size();
-    if (i + kAhead < n) {
-      const Set& set = set_of(hashes[i + kAhead]);
-      __builtin_prefetch(&set);
-      __builtin_prefetch(set.pins, 1);
-    }
-    if (i + kClose >= n) return;
-    Set& set = set_of(hashes[i + kClose]);
-    const uint32_t ways = ways_with(set, uint8_t(hashes[i + kClose]));
-    if (!ways) return;
-    const int64_t way = __builtin_ctz(ways);
-    __builtin_prefetch(&set.keys[way]);
-    __builtin_prefetch(&set.uses[way], 1);
-    __builtin_prefetch(&set.last[way], 1);
-    __builtin_prefetch(&set.next[way], 1);
-    if (has_scores) __builtin_prefetch(&set.scores[way], 1);
+    if (i + kAhead < n) __builtin_prefetch(&set_of(hashes[i + kAhead]));
+    if (i + kClose < n) fetch_state(hashes[i + kClose]);
+  }
+
+  void fetch_state(uint64_t hash) const {
+    const Set& set = set_of(hash);
+    const uint32_t ways = ways_with(set, uint8_t(hash));
+    if (ways) __builtin_prefetch(&set.states[__builtin_ctz(ways)], 1);
+  }
+
+  static void fetch_states(const Set& set) {
+    for (int64_t way = 0; way < kWays; way += 64 / sizeof(LineState)) __builtin_prefetch(&set.states[way], 1);
   }
 
   // The way to evict, or an empty one; kNoWay if all are pinned.
@@ -214,15 +214,14 @@ class Index {
     float best_score = 0.0f;
     for (int64_t way = 0; way < kWays; ++way) {
       if (set.guests >> way & 1 || is_pinned(set, way)) continue;
-      const uint32_t distance = distance_of(set.next[way]), age = batch_ - set.last[way];
-      const uint32_t uses = aged(set.uses[way], age);
-      const float score = set.scores[way];
+      const LineState& state = set.states[way];
+      const uint32_t distance = distance_of(state.next), age = batch_ - state.last, uses = aged(state.uses, age);
       bool better = best == kNoWay || distance > best_distance;
       if (!better && distance == best_distance) {
-        better = score < best_score;
-        if (score == best_score) better = uses != best_uses ? uses < best_uses : age > best_age;
+        better = state.score < best_score;
+        if (state.score == best_score) better = uses != best_uses ? uses < best_uses : age > best_age;
       }
-      if (better) best = way, best_distance = distance, best_uses = uses, best_age = age, best_score = score;
+      if (better) best = way, best_distance = distance, best_uses = uses, best_age = age, best_score = state.score;
     }
     return best;
   }
@@ -241,35 +240,35 @@ class Index {
   }
 
   void use(Line line, float score, uint32_t next) {
-    Set& set = *line.set;
-    const uint32_t uses = aged(set.uses[line.way], batch_ - set.last[line.way]);
-    if (half_life_) set.uses[line.way] = uses + (uses != UINT32_MAX);
-    set.last[line.way] = batch_;
-    set.next[line.way] = next;
-    set.scores[line.way] = score;
-    __atomic_fetch_add(&set.pins[line.way], 1, __ATOMIC_RELAXED);
+    LineState& state = line.set->states[line.way];
+    const uint32_t uses = aged(state.uses, batch_ - state.last);
+    if (half_life_) state.uses = uses + (uses != UINT32_MAX);
+    state.last = batch_;
+    state.next = next;
+    state.score = score;
+    __atomic_fetch_add(&state.pins, 1, __ATOMIC_RELAXED);
   }
 
   // Puts a row on a line that is empty or not pinned.
   void fill(Part& part, Line line, uint64_t hash, int64_t key, float score) {
-    Set& set = *line.set;
     empty(part, line);
-    set.tags[line.way] = uint8_t(hash);
-    set.full |= 1u << line.way;
-    set.keys[line.way] = key;
-    set.uses[line.way] = 0;
-    set.last[line.way] = batch_;
+    line.set->tags[line.way] = uint8_t(hash);
+    line.set->full |= 1u << line.way;
+    LineState& state = line.set->states[line.way];
+    state.key = key;
+    state.uses = 0;
+    state.last = batch_;
     use(line, score, announced_ >= batch_ ? window_.take(key, 1u << batch_ % kWindow) : 0);
   }
 
   void empty(Part& part, Line line) {
     Set& set = *line.set;
     if (!(set.full >> line.way & 1)) return;
-    if (set.written[line.way]) {
+    if (set.states[line.way].written) {
       part.written_lines.push_back(number_of(line));
-      part.written_keys.push_back(set.keys[line.way]);
+      part.written_keys.push_back(set.states[line.way].key);
     }
-    set.written[line.way] = 0;
+    set.states[line.way].written = 0;
     set.full &= ~(1u << line.way);
     set.guests &= ~(1u << line.way);
     ++part.evicted;

@@ -11,17 +11,22 @@
 constexpr int64_t kWays = 32, kWindow = 32;  // batches that may be announced
 constexpr int64_t kNoWay = -1;
 
+// What is known of a row on a line; two share a cache line.
+struct LineState {
+  int64_t key;
+  uint32_t uses, last;  // number of batches that used it, and the last of them
+  uint32_t next;        // announced batches that use it: bit `number % kWindow`
+  float score;
+  uint8_t pins;     // batches in flight that use the line
+  uint8_t written;  // since it was copied in
+};
+
 struct alignas(64) Set {
-  uint8_t tags[kWays];    // of the keys; compared first
-  uint32_t full;           // ways with a row
-  uint32_t guests;         // ways with a row of another set
-  uint32_t away;           // number of rows of this set that are in another one
-  uint8_t pins[kWays];     // batches in flight that use the line
-  uint8_t written[kWays];  // since it was copied in
-  int64_t keys[kWays];
-  uint32_t uses[kWays], last[kWays];  // number of batches that used it, and the last of them
-  uint32_t next[kWays];               // announced batches that use it: bit `number % kWindow`
-  float scores[kWays];
+  uint8_t tags[kWays];  // of the keys; compared first
+  uint32_t full;        // ways with a row
+  uint32_t guests;      // ways with a row of another set
+  uint32_t away;        // number of rows of this set that are in another one
+  alignas(64) LineState states[kWays];
 };
 
 inline uint64_t hash_of(int64_t key) {  // the finalizer of MurmurHash3
@@ -49,12 +54,14 @@ inline uint32_t ways_with(const Set& set, uint8_t tag) {
 inline int64_t way_of(const Set& set, uint64_t hash, int64_t key) {
   for (uint32_t ways = ways_with(set, uint8_t(hash)); ways; ways &= ways - 1) {
     const int64_t way = __builtin_ctz(ways);
-    if (set.keys[way] == key) return way;
+    if (set.states[way].key == key) return way;
   }
   return kNoWay;
 }
 
-inline bool is_pinned(const Set& set, int64_t way) { return __atomic_load_n(&set.pins[way], __ATOMIC_ACQUIRE); }
+inline bool is_pinned(const Set& set, int64_t way) {
+  return __atomic_load_n(&set.states[way].pins, __ATOMIC_ACQUIRE);
+}
 
 // Announced uses of rows that are not in the cache, by key: open addressing, emptied as batches are placed.
 class Window {

@@ -53,7 +53,7 @@ BLOCKING: Mapping[str, tuple[str, ...]] = MappingProxyType(
         # Set-up, agreement, checkpoints, and lookups outside of a step.
         "dense/flat_parameter.py": ("__init__", "all_gather_tensors"),
         "dense/replicated.py": ("broadcast_values",),
-        "embeddings/exchange.py": ("route", "pool", "_exchange_weights"),
+        "embeddings/exchange.py": ("route", "pool", "lookup", "_exchange_weights"),
         "embeddings/full_tables.py": ("gather_state",),
         "runtime/agreement.py": (),
         "runtime/bindings.py": ("wait_for_end",),

@@ -5,7 +5,7 @@ batch and copies what is missing in a thread of its own; until `release`, these 
 next batch may run beside the update of this one: they read only lines that no batch in flight uses, and write only
 lines of rows that were not there.
 
-Shape legend: U distinct rows of a batch, L lines, E rows of the shard.
+Shape legend: U distinct rows of a batch, L lines, E rows of the shard, R rows of a chunk, C columns.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Make the cache and the store of a table shard with rows on disk.
 
-Shape legend: E rows of a shard, U distinct rows, L lines.
+Shape legend: E rows of a shard, D its columns, U distinct rows, L lines.
 """
 
 from collections.abc import Mapping, Sequence

@@ -99,6 +99,7 @@ class ShardedTables:
         caches: Caches | None = None,
     ) -> None:
         self.bags, self.layout, self.lanes, self.orders = bags, layout, lanes, orders
+        self._caches = caches  # whose folder lives as long as the tables
         self.rank = lanes.wire.index
         self.table_groups = layout.table_groups[self.rank]
         self.local_shards = [
@@ -217,8 +218,8 @@ class ShardedTables:
         routed.placed[:] = [local.place(request.ids) for local, request in pairs]
 
         def wait() -> RoutedBatch:
-            for placed in routed.placed:
-                placed.wait()
+            for copies in (copies for placed in routed.placed for copies in placed.copies):
+                copies.wait()
             return routed
 
         return Pending(wait)

@@ -3,7 +3,7 @@
 A shard with a cache has lines in place of rows (cached_rows.py): `place` finds the lines of a batch, and the same
 kernels run on them.
 
-Shape legend: E rows of a shard, D its columns, U distinct rows.
+Shape legend: E rows of a shard, D its columns, U distinct rows, N ids.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,10 +36,6 @@ class PlacedIds:
     ids: Ids
     lines: Mapping[int, Tensor]
     copies: Sequence[Pending[None]]
-
-    def wait(self) -> None:
-        for copies in self.copies:
-            copies.wait()
 
 
 class LocalShards:

@@ -31,6 +31,7 @@ from shardwright.runtime.chunk_stages import pipeline_functions
 from shardwright.runtime.dense_layout import DenseLayout
 from shardwright.runtime.finite_loss import check_loss
 from shardwright.runtime.outputs import BatchParts, Output, Scores
+from shardwright.runtime.table_stages import PrefetchedRows, disk_functions, host_functions
 from shardwright.spec.calls import Call
 from shardwright.spec.lanes import DENSE, WIRE
 from shardwright.spec.pipeline import Chunk
@@ -77,7 +78,7 @@ class StepBindings:
         self.outputs: deque[Output] = deque()
         self.keyed_draws: Callable[[Call], AbstractContextManager[None]] = lambda _: nullcontext()
         self.num_steps = 0
-        self._prefetched: list[Any] = []  # ids of batches whose rows are prefetched and not yet released
+        self.prefetched = PrefetchedRows(model)
         self.inside_step = False  # whether micro-batches of an unfinished step have run
         self.is_watched = False  # whether the heartbeat reports this rank's stage and step to other ranks
         self.trainable_names = trainable_names(model)
@@ -106,7 +107,7 @@ class StepBindings:
         model: nn.Module, stages: Sequence[Stage], chunks: Iterable[Chunk] = ()
     ) -> Mapping[str, Callable[["StepBindings", Slots], Any]]:
         """The function of each stage of this model's step; `chunks`: of a pipeline, on this rank."""
-        functions = {
+        functions: dict[str, Callable[..., Any]] = {
             "read": StepBindings.read_batch,
             "to_device": StepBindings.copy_to_device,
             "request": StepBindings.build_request,
@@ -126,15 +127,8 @@ class StepBindings:
             "backward": StepBindings.backward,
             "update": StepBindings.update_tables,
         }
-        if has_prefetch(stages):
-            functions |= {"prefetch": StepBindings.prefetch, "lookup": StepBindings.lookup_prefetched}
-        if has_host_reduce(stages):
-            functions |= {
-                "meet": StepBindings.reduce_in_host,
-                "vectors": StepBindings.exchange_host_sums,
-                "backward": StepBindings.backward_to_host_sums,
-                "spread": StepBindings.broadcast_in_host,
-            }
+        functions |= disk_functions() if has_prefetch(stages) else {}
+        functions |= host_functions() if has_host_reduce(stages) else {}
         return functions
 
     @staticmethod
@@ -155,7 +149,7 @@ class StepBindings:
         self.accumulation.clear()
         self.outputs.clear()
         self.inside_step = False
-        self._release(tuple(self._prefetched))
+        self.prefetched.clear()
 
     def _run(
         self, stage: str, function: Callable[["StepBindings", Slots], Sequence[InFlight] | None], slots: Slots
@@ -235,47 +229,19 @@ class StepBindings:
         self.agree_to_stop(announced)
         slots.issue("ids", self.model.sparse.exchange.exchange_ids(announced))
 
-    @accesses(reads=("ids",), writes=("near",))
-    def prefetch(self, slots: Slots) -> None:
-        ids = slots["ids"]
-        self._prefetched.append(ids)
-        slots.issue("near", self.model.sparse.exchange.prefetch(ids))
-
     @accesses(reads=("ids", "state.tables"), writes=("looked",))
     def lookup(self, slots: Slots) -> None:
-        self._lookup(slots)
+        self.lookup_rows(slots)
 
-    @accesses(reads=("ids", "near", "state.tables"), writes=("looked",))
-    def lookup_prefetched(self, slots: Slots) -> None:
-        _ = slots["near"]  # waits until the rows are copied
-        self._lookup(slots)
-        if not (self.training and self.model.sparse.trained):
-            self._release([slots["ids"]])
-
-    def _lookup(self, slots: Slots) -> None:
+    def lookup_rows(self, slots: Slots) -> None:
         with torch.no_grad():
             slots["looked"] = self.model.sparse.exchange.lookup(slots["ids"])
 
-    def _release(self, batches: Sequence[Any], *, written: bool = False) -> None:
-        """End the use of rows that were prefetched for these batches; `written`: the update has done so."""
-        for ids in batches:
-            if not written:
-                self.model.sparse.exchange.release(ids, written=False)
-            self._prefetched = [other for other in self._prefetched if other is not ids]
-
-    @accesses(reads=("looked",), writes=("met",))
-    def reduce_in_host(self, slots: Slots) -> None:
-        slots.issue("met", self.model.sparse.exchange.reduce_in_host(slots["looked"]))
-
     @accesses(reads=("looked",), writes=("vectors",))
     def exchange_vectors(self, slots: Slots) -> None:
-        self._exchange_vectors(slots, slots["looked"])
+        self.issue_vectors(slots, slots["looked"])
 
-    @accesses(reads=("met",), writes=("vectors",))
-    def exchange_host_sums(self, slots: Slots) -> None:
-        self._exchange_vectors(slots, slots["met"])
-
-    def _exchange_vectors(self, slots: Slots, looked_up: Any) -> None:
+    def issue_vectors(self, slots: Slots, looked_up: Any) -> None:
         pending = self.model.sparse.exchange.exchange_vectors(looked_up).then(self._set_grad)
         slots.issue("vectors", pending)
 
@@ -285,12 +251,6 @@ class StepBindings:
             tensor.requires_grad_(self.training)
         return vectors
 
-    @accesses(reads=("ids", "gradients.met"), writes=("gradients.tables",))
-    def broadcast_in_host(self, slots: Slots) -> None:
-        gradients, exchange = slots["gradients.met"], self.model.sparse.exchange
-        pending = ready(None) if gradients is None else exchange.broadcast_in_host(slots["ids"], gradients)
-        slots.issue("gradients.tables", pending)
-
     @accesses(reads=("ids", "gradients.tables"), writes=("state.tables",))
     def update_tables(self, slots: Slots) -> None:
         gradients = slots["gradients.tables"]
@@ -299,8 +259,7 @@ class StepBindings:
         is_used = any(gradient is not None for gradient in gradients)
         if is_used:
             self.accumulation.update_tables(self.model.sparse, slots["ids"], gradients)
-        if self._prefetched:
-            self._release(slots["ids"], written=is_used)
+        self.prefetched.release(slots["ids"], written=is_used)
 
     # Dense model
 
@@ -354,17 +313,13 @@ class StepBindings:
 
     @accesses(reads=("ids", "lengths", "loss", "vectors"), writes=("gradients.tables", *REDUCED_SLOTS))
     def backward(self, slots: Slots) -> None:
-        slots["gradients.tables"] = self._backward(slots, slots["ids"], slots["vectors"])
-
-    @accesses(reads=("ids", "lengths", "loss", "vectors"), writes=("gradients.met", *REDUCED_SLOTS))
-    def backward_to_host_sums(self, slots: Slots) -> None:
-        slots["gradients.met"] = self._backward(slots, slots["ids"], slots["vectors"])
+        slots["gradients.tables"] = self.backward_with(slots, slots["ids"], slots["vectors"])
 
     @accesses(reads=("lengths", "loss"), writes=REDUCED_SLOTS)
     def backward_dense(self, slots: Slots) -> None:
-        self._backward(slots)
+        self.backward_with(slots)
 
-    def _backward(self, slots: Slots, ids: Any = None, vectors: Vectors | None = None) -> Any:
+    def backward_with(self, slots: Slots, ids: Any = None, vectors: Vectors | None = None) -> Any:
         """Run the backward pass, overlapped with its communication; returns the exchange of the vectors' gradients.
 
         Gradients of vectors are sent on lane `wire` once all exist; buckets or blocks of dense gradients are reduced as

@@ -68,6 +68,25 @@ def test_training_equals_tables_in_memory(optimizer, overlap):
     assert states_equal(plain, disk)
 
 
+def test_tables_that_were_never_in_memory_are_initialized_when_read():
+    """Models of recipes are on the meta device."""
+    batches, jobs = [batch_of(seed) for seed in range(10)], []
+    for disk in (False, True):
+        with torch.device("meta"):
+            model = dlrm(OPTIMIZERS[3])
+        plan = plan_for(model, batch_of(0))
+        plan = on_disk(plan) if disk else plan
+        torch.manual_seed(0)
+        jobs.append(build(model, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)))
+    losses = [[output.loss for output in job.run(batches)] for job in jobs]
+    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+    caches = [cached for local in jobs[1].model.sparse.exchange.local_shards for cached in local.caches.values()]
+    for cached in caches:
+        cached.write_back()
+        assert 0 < cached.store.numbers.live_records < cached.store.num_rows
+    assert states_equal(*jobs)
+
+
 def test_only_some_tables_may_be_on_disk():
     batches = [batch_of(seed) for seed in range(8)]
     plain, disk = job_of(OPTIMIZERS[3], disk=False), job_of(OPTIMIZERS[3], disk=True, names=("item",))

@@ -1,0 +1,89 @@
+"""The functions of stages that only some plans with tables have: of rows on disk, and of a host reduce.
+
+The first argument of each is the rank's `StepBindings`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from shardwright.comm.pending import ready
+from shardwright.planner.step.stages import REDUCED_SLOTS
+from shardwright.step.slots import Slots, accesses
+
+TableFunction = Callable[[Any, Slots], None]
+
+
+class PrefetchedRows:
+    """The batches whose rows were copied to memory, and whose step has not ended."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+        self._batches: list[Any] = []
+
+    def add(self, ids: Any) -> None:
+        self._batches.append(ids)
+
+    def release(self, batches: Sequence[Any], *, written: bool = False) -> None:
+        """End the use of these batches' rows; `written`: the update has done so."""
+        for ids in batches:
+            if any(other is ids for other in self._batches):
+                self._batches = [other for other in self._batches if other is not ids]
+                if not written:
+                    self._model.sparse.exchange.release(ids, written=False)
+
+    def clear(self) -> None:
+        self.release(tuple(self._batches))
+
+
+def disk_functions() -> Mapping[str, TableFunction]:
+    """Of plans with rows on disk."""
+    return {"prefetch": _prefetch, "lookup": _lookup}
+
+
+def host_functions() -> Mapping[str, TableFunction]:
+    """Of plans with a host reduce."""
+    return {
+        "meet": _reduce_in_host,
+        "vectors": _exchange_host_sums,
+        "backward": _backward_to_host_sums,
+        "spread": _broadcast_in_host,
+    }
+
+
+@accesses(reads=("ids",), writes=("near",))
+def _prefetch(step: Any, slots: Slots) -> None:
+    ids = slots["ids"]
+    step.prefetched.add(ids)
+    slots.issue("near", step.model.sparse.exchange.prefetch(ids))
+
+
+@accesses(reads=("ids", "near", "state.tables"), writes=("looked",))
+def _lookup(step: Any, slots: Slots) -> None:
+    _ = slots["near"]  # waits until the rows are copied
+    step.lookup_rows(slots)
+    if not (step.training and step.model.sparse.trained):
+        step.prefetched.release([slots["ids"]])
+
+
+@accesses(reads=("looked",), writes=("met",))
+def _reduce_in_host(step: Any, slots: Slots) -> None:
+    slots.issue("met", step.model.sparse.exchange.reduce_in_host(slots["looked"]))
+
+
+@accesses(reads=("met",), writes=("vectors",))
+def _exchange_host_sums(step: Any, slots: Slots) -> None:
+    step.issue_vectors(slots, slots["met"])
+
+
+@accesses(reads=("ids", "lengths", "loss", "vectors"), writes=("gradients.met", *REDUCED_SLOTS))
+def _backward_to_host_sums(step: Any, slots: Slots) -> None:
+    slots["gradients.met"] = step.backward_with(slots, slots["ids"], slots["vectors"])
+
+
+@accesses(reads=("ids", "gradients.met"), writes=("gradients.tables",))
+def _broadcast_in_host(step: Any, slots: Slots) -> None:
+    gradients, exchange = slots["gradients.met"], step.model.sparse.exchange
+    pending = ready(None) if gradients is None else exchange.broadcast_in_host(slots["ids"], gradients)
+    slots.issue("gradients.tables", pending)
