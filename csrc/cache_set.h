@@ -17,7 +17,7 @@ struct LineState {
   uint32_t uses, last;  // number of batches that used it, and the last of them
   uint32_t next;        // announced batches that use it: bit `number % kWindow`
   float score;
-  uint8_t pins;     // batches in flight that use the line
+  uint32_t pins;    // batches in flight that use the line
   uint8_t written;  // since it was copied in
 };
 

@@ -94,12 +94,14 @@ class CheckpointWriter:
         """
         start = start_time or time.perf_counter()
         cache: dict[int, tuple[Tensor, Tensor]] = {}
-        copies = [
-            self._copy_changed(key, rect, cache)
-            if base is not None and rect.changed_rows is not None
-            else self._copy(key, rect)
-            for key, rect in _enumerate_by_name(rectangles)
-        ]
+        copies: list[Rectangle] = []
+        try:
+            for key, rect in _enumerate_by_name(rectangles):
+                is_increment = base is not None and rect.changed_rows is not None
+                copies.append(self._copy_changed(key, rect, cache) if is_increment else self._copy(key, rect))
+        except BaseException:
+            _close_stored(copies)
+            raise
         full = {rect.name for rect in rectangles if base is None or rect.changed_rows is None}
         pause = time.perf_counter() - start
         self._failure = "the thread that writes the checkpoint ended without a result"
@@ -166,9 +168,7 @@ class CheckpointWriter:
             try:
                 entries, bytes_ = _write_arrays(draft / f"rank{self.rank}.safetensors", task)
             finally:
-                for rect in task.rectangles:
-                    if rect.stored is not None:
-                        rect.stored.close()
+                _close_stored(task.rectangles)
             part = RankPart(entries, task.numbers, bytes_, task.pause, time.perf_counter() - start)
             files.write(part, draft / f"rank{self.rank}.json")
             if self.rank == 0:
@@ -221,6 +221,13 @@ def _lower_priority() -> None:
     thread = get_native_id()
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+
+
+def _close_stored(rectangles: Sequence[Rectangle]) -> None:
+    """End the snapshots of rows that are not in memory."""
+    for rect in rectangles:
+        if rect.stored is not None:
+            rect.stored.close()
 
 
 def _enumerate_by_name(rectangles: Sequence[Rectangle]) -> Iterator[tuple[tuple[str, int], Rectangle]]:

@@ -8,9 +8,11 @@ lines of rows that were not there.
 Shape legend: U distinct rows of a batch, L lines, E rows of the shard, R rows of a chunk, C columns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from math import prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from shardwright.comm.pending import Pending, ready
 from shardwright.embeddings.store import DiskSnapshot, DiskStore
 from shardwright.kernels.cache_index import CacheIndex, PlacedRows
 
+T = TypeVar("T")
 HALF_LIFE = 100  # batches
 CHUNK_BYTES = 16 << 20  # of rows that are copied at a time when all are
 
@@ -31,10 +34,11 @@ class CachedRows:
         self.index = CacheIndex(len(parts_L[0]), HALF_LIFE)
         self._row_of_L = torch.full((len(parts_L[0]),), -1)
         self._last: Future[None] | None = None
+        self._failure: Exception | None = None
 
     def place(self, rows_U: Tensor) -> tuple[Tensor, Pending[None]]:
-        """The lines of these rows, and their copies."""
-        placed = self.index.place(rows_U)
+        """The lines of these rows, and their copies. After an error all calls raise it: lines may lack their rows."""
+        placed = self._keep_failure(lambda: self.index.place(rows_U))
         missing_U = placed.missing_U
         if not len(missing_U) and not len(placed.written_lines):
             return placed.lines_U, ready(None) if self._last is None else Pending(self._last.result)
@@ -55,18 +59,18 @@ class CachedRows:
     def write_back(self) -> None:
         """Copy all lines that were written to the store."""
         self._wait()
-        lines, rows = self.index.written_lines(clear=True)
-        self._copier.submit(self.store.write, rows, lines, self.parts_L).result()
+        lines, rows = self.index.written_lines()
+        self._keep_failure(lambda: self._copier.submit(self.store.write, rows, lines, self.parts_L).result())
+        self.index.written_lines(clear=True)
 
     def read_all(self, part: int) -> Tensor:
         """(E, ...) One tensor of all rows."""
         found = self.parts_L[part].new_empty(self.store.num_rows, *self.parts_L[part].shape[1:])
         rows_of_chunk = max(1, CHUNK_BYTES // max(1, found[:1].nbytes))
-        stored = self.stored_parts()[part].snapshot()
-        for first in range(0, len(found), rows_of_chunk):
-            chunk = found[first : first + rows_of_chunk]
-            chunk.view(len(chunk), -1).copy_(stored.read(first, len(chunk)))
-        stored.close()
+        with closing(self.stored_parts()[part].snapshot()) as stored:
+            for first in range(0, len(found), rows_of_chunk):
+                chunk = found[first : first + rows_of_chunk]
+                chunk.copy_(stored.read(first, len(chunk)).view(chunk.shape))
         return found
 
     def read_rows(self, rows_U: Tensor) -> list[Tensor]:
@@ -95,9 +99,21 @@ class CachedRows:
 
     def _wait(self) -> None:
         if self._last is not None:
-            self._last.result()
+            self._keep_failure(self._last.result)
+
+    def _keep_failure(self, run: Callable[[], T]) -> T:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return run()
+        except Exception as error:
+            self._failure = error
+            raise
 
     def _copy(self, placed: PlacedRows, rows_U: Tensor) -> None:
+        self._keep_failure(lambda: self._copy_rows(placed, rows_U))
+
+    def _copy_rows(self, placed: PlacedRows, rows_U: Tensor) -> None:
         with torch.no_grad():
             if len(placed.written_lines):
                 self.store.write(placed.written_rows, placed.written_lines, self.parts_L)
@@ -142,14 +158,18 @@ class StoredPart:
             parts = self._shared.read(first, num)
         else:
             parts = self._cached.read_rows(torch.arange(first, first + num))
-        return parts[self._part].view(num, -1)
+        return self._as_matrix(parts)
 
     def select(self, indices: Tensor) -> Tensor:
-        return self._cached.read_rows(indices)[self._part].view(len(indices), -1)
+        return self._as_matrix(self._cached.read_rows(indices))
 
     def write(self, first: int, values_RC: Tensor) -> None:
         shape = (len(values_RC), *self._cached.parts_L[self._part].shape[1:])
         self._cached.write_rows(self._part, torch.arange(first, first + len(values_RC)), values_RC.view(shape))
+
+    def _as_matrix(self, parts: Sequence[Tensor]) -> Tensor:
+        part = parts[self._part]
+        return part.view(len(part), prod(part.shape[1:]))
 
     def snapshot(self) -> "StoredPart":
         self._shared.open()

@@ -45,15 +45,15 @@ def make_cached_rows(bags: EmbeddingTables, shard: TableShard, order: RowOrder, 
     parts_L += [torch.empty(shape, dtype=dtype) for shape in shapes.values()]
     for part in parts_L:
         use_huge_pages(part)
-    start, end = shard.rows
+    (start, end), initial_rows = shard.rows, module.row_initializer()
 
     def fill(rows_U: Tensor, parts_U: Sequence[Tensor]) -> None:
-        weight_UD = module.initial_rows(order.ids(start + rows_U))
+        weight_UD = initial_rows(order.ids(start + rows_U))
         parts_U[0].copy_(torch.cat([weight_UD[:, a:b] for a, b in shard.cols], 1))
         for part_U in parts_U[1:]:
             part_U.fill_(module.initial_state)
 
-    folder = caches.folder.make_subfolder(table.name)
+    folder = caches.folder.make_subfolder()
     store = DiskStore(folder, end - start, parts_L, fill, direct=supports_direct(folder))
     if not module.weight.is_meta:
         states = bags.state(table.name) if bags.steps[table.name] else {}

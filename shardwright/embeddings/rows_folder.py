@@ -15,13 +15,14 @@ class RowsFolder:
 
     def __init__(self) -> None:
         _remove_abandoned(Path(tempfile.gettempdir()))
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        made = Path(tempfile.mkdtemp(prefix="shardwright-new-"))
+        self._lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path = made.rename(made.with_name(made.name.replace("new", "rows", 1)))  # now others may look at its lock
         self._remove = weakref.finalize(self, _remove_folder, self.path, self._lock)
 
-    def make_subfolder(self, name: str) -> Path:
-        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.path))
+    def make_subfolder(self) -> Path:
+        return Path(tempfile.mkdtemp(prefix="table-", dir=self.path))
 
 
 def _remove_folder(path: Path, lock: int) -> None:

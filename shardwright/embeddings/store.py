@@ -8,6 +8,7 @@ Shape legend: U distinct rows, L lines, E rows of a table.
 
 import ctypes
 import os
+import resource
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,9 @@ from shardwright.library import native_library
 SEGMENT_BYTES = 16 << 20
 IO_THREADS = 16
 DEAD_SHARE = 0.5  # of the records of a segment that is compacted
-COMPACTED_SEGMENTS = 2  # at most, after each write
+COMPACTED_SEGMENTS = 2  # at most, for each segment that is written
+MAX_SEGMENTS = 256  # of live rows; each is an open file
+RECORD_HEADER_BYTES = 8
 FillRows = Callable[[Tensor, Sequence[Tensor]], None]  # writes the initial values of rows to these tensors
 
 
@@ -85,10 +88,14 @@ class DiskStore:
             raise UserError(f"the file system of {folder} does not support direct input and output; use another folder")
         self.folder, self.num_rows, self._native, self._fill = folder, num_rows, native, fill
         row_bytes = sum(row_bytes_of(part) for part in parts)
+        self._segment_bytes = max(SEGMENT_BYTES, num_rows * row_bytes // MAX_SEGMENTS)
+        self._record_bytes = row_bytes + RECORD_HEADER_BYTES
+        _raise_file_limit()
         self._log = native.shardwright_row_log_new(
-            os.fsencode(folder), num_rows, row_bytes, SEGMENT_BYTES, IO_THREADS, direct
+            os.fsencode(folder), num_rows, row_bytes, self._segment_bytes, IO_THREADS, direct
         )
         self._close = weakref.finalize(self, _close, native, self._log, folder)
+        self._close.atexit = False  # a generator that is closed later may still use it
 
     def read(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
         rows, lines, never = rows_U.contiguous(), lines_U.contiguous(), torch.empty_like(rows_U)
@@ -101,7 +108,8 @@ class DiskStore:
         rows, lines, parts, native = rows_U.contiguous(), lines_U.contiguous(), _part_table(parts_L), self._native
         pointers = rows.data_ptr(), lines.data_ptr(), len(rows)
         self._raise_if_failed(native.shardwright_row_log_write(self._log, *pointers, parts.ctypes.data, len(parts)) - 1)
-        self._raise_if_failed(native.shardwright_row_log_compact(self._log, DEAD_SHARE, COMPACTED_SEGMENTS) - 1)
+        num_segments = COMPACTED_SEGMENTS * (1 + len(rows) * self._record_bytes // self._segment_bytes)
+        self._raise_if_failed(native.shardwright_row_log_compact(self._log, DEAD_SHARE, num_segments) - 1)
 
     @contextmanager
     def snapshot(self) -> Iterator["DiskSnapshot"]:
@@ -158,6 +166,13 @@ class DiskSnapshot:
 
 def row_bytes_of(part: Tensor) -> int:
     return part[:1].numel() * part.element_size() if len(part) else part.new_empty(1, *part.shape[1:]).nbytes
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open files as the system does."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def supports_direct(folder: Path) -> bool:

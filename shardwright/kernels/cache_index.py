@@ -64,7 +64,8 @@ class CacheIndex:
         self.counts = CacheCounts()
         self._native = native
         self._index = native.shardwright_cache_new(self.num_lines // WAYS, half_life)
-        weakref.finalize(self, native.shardwright_cache_free, self._index)
+        freed = weakref.finalize(self, native.shardwright_cache_free, self._index)
+        freed.atexit = False  # a generator that is closed later may still use it
 
     def announce(self, rows_U: Tensor) -> None:
         """Announce the distinct rows of the batch after those announced or placed so far."""

@@ -3,7 +3,7 @@
 Shape legend: U row indices.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -110,10 +110,13 @@ class TableWeights(nn.Module):
 
     def initial_rows(self, rows_U: Tensor) -> Tensor:
         """Initial values of rows `rows_U`, which depend only on torch's seed, the table and the row."""
+        return self.row_initializer()(rows_U)
+
+    def row_initializer(self) -> Callable[[Tensor], Tensor]:
+        """`initial_rows` with the seed that torch has now."""
         bound = self.table.init if self.table.init is not None else self.table.rows**-0.5
-        return uniform_rows(
-            derive_seed(self._seed_name), rows_U, self.table.dim, bound, getattr(torch, self.table.dtype)
-        )
+        seed, dim, dtype = derive_seed(self._seed_name), self.table.dim, getattr(torch, self.table.dtype)
+        return lambda rows_U: uniform_rows(seed, rows_U, dim, bound, dtype)
 
 
 def torch_state_dtype(table: Table) -> torch.dtype:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from shardwright.checkpoint.manifest import MODEL_PREFIX
 from shardwright.errors import UserError
 from shardwright.kernels.finite import first_nonfinite_row
+from shardwright.rectangle import loaded_chunks
 from shardwright.runtime.state import LocalState
 
 
@@ -15,7 +16,8 @@ def check_loss(model: nn.Module, loss: Tensor, step: int) -> None:
     if math.isfinite(number := float(loss.detach())):
         return
     parts = LocalState(model, None).rectangles()
-    names = (rect.name.removeprefix(MODEL_PREFIX) for rect in parts if first_nonfinite_row(rect.values) is not None)
+    chunks = (chunk for rect in parts for chunk in loaded_chunks(rect))
+    names = (chunk.name.removeprefix(MODEL_PREFIX) for chunk in chunks if first_nonfinite_row(chunk.values) is not None)
     name = next(names, "")
     where = f'"{name}" is not finite' if name else "all weights of this process are finite: inspect its batch"
     raise UserError(f"step {step}: the loss is {number}; {where}; lower tables.lr or dense.lr, or set clip")

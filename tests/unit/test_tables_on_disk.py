@@ -198,7 +198,7 @@ def test_mistakes_are_named(tmp_path, monkeypatch):
 def test_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     mine = RowsFolder()
-    (mine.make_subfolder("table") / "segment-1").write_text("rows")
+    (mine.make_subfolder() / "segment-1").write_text("rows")
     abandoned = tmp_path / "shardwright-rows-abandoned"
     abandoned.mkdir()
     (abandoned / "lock").write_text("")
@@ -210,4 +210,59 @@ def test_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
         "shardwright-rows-being-made",
     }
     del mine
-    assert not any(path.name == "table" for path in tmp_path.rglob("*"))
+    assert not [*tmp_path.rglob("segment-*")]
+
+
+def test_publications_and_increments_without_changes(tmp_path):
+    model = dlrm(OPTIMIZERS[3])
+    model.sparse.weight("item").requires_grad_(False)
+    job = build(model, on_disk(plan_for(model, batch_of(0))), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    for number in range(3):
+        for _ in job.run([batch_of(number)]):
+            pass
+        job.publish(tmp_path)
+    job.publish(tmp_path / "other")
+    job.publish(tmp_path / "other")
+
+
+def test_another_seed_of_torch_during_training_does_not_change_initial_rows():
+    jobs = []
+    for disk in (False, True):
+        with torch.device("meta"):
+            model = dlrm(OPTIMIZERS[3])
+        plan = plan_for(model, batch_of(0))
+        torch.manual_seed(0)
+        jobs.append(build(model, on_disk(plan) if disk else plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)))
+    for job in jobs:
+        for step, _ in enumerate(job.run([batch_of(seed) for seed in range(6)])):
+            torch.manual_seed(100 + step)
+    tables = [{n: x for n, x in job.state().tensors.items() if "random" not in n} for job in jobs]
+    assert all(torch.equal(tables[0][name], tables[1][name]) for name in tables[0])
+
+
+def test_after_a_failed_copy_nothing_is_trained_or_saved(tmp_path, monkeypatch):
+    job = job_of(OPTIMIZERS[3], disk=True)
+    for _ in job.run([batch_of(seed) for seed in range(3)]):
+        pass
+    cached = job.model.sparse.exchange.local_shards[0].caches[0]
+
+    def fail(*_):
+        raise UserError("the disk is full")
+
+    monkeypatch.setattr(cached.store, "write", fail)
+    for action in (lambda: job.save(tmp_path), job.state, lambda: [*job.run([batch_of(9)])]):
+        with pytest.raises(UserError, match="the disk is full"):
+            action()
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="the disk is full"):
+        job.save(tmp_path / "again")
+
+
+def test_a_table_on_disk_that_is_not_finite_is_named():
+    job = job_of(OPTIMIZERS[3], disk=True)
+    cached = job.model.sparse.exchange.local_shards[0].caches[1]
+    cached.write_rows(0, torch.arange(200), torch.full((200, 8), torch.nan))
+    with pytest.raises(UserError, match=r"sparse.*item.*is not finite"):
+        list(job.run([batch_of(0)]))
+    with pytest.raises(UserError, match="is not finite in row 0"):
+        job.check_weights()
