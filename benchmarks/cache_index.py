@@ -3,9 +3,9 @@
     python -m benchmarks.cache_index [--rounds N] [--write NAME]
 
 A batch has about 20,000 distinct rows in ascending order, drawn uniformly from three quarters as many rows as the cache
-has lines ("all fit": none is evicted), or from a tenth more than it has lines ("some missing"); before, all rows came in
-a random order. Operations: "find", the lines of rows; "place", find or make a line, evict where the set is full, and
-pin, then release. The map finds, and finds or inserts; it cannot evict, so it has no line for "some missing". Both sides
+has lines ("all fit": none is evicted), or from a tenth more than it has lines ("some missing"); before, all rows came
+in a random order. Operations: "find", the lines of rows; "place", find or make a line, evict where the set is full, and
+pin, then release. The map finds, and finds or inserts; it cannot evict, so it has no line for "some missing". All sides
 get the same batches; a round is a turn of 50 batches of each, in an order that rotates.
 
 A JSON line per number of lines, case and operation: of each side median, least and most over rounds, and the share of
