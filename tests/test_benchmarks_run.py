@@ -72,6 +72,7 @@ def test_every_benchmark_has_a_smallest_case():
             "fastermoe_models",
             "fastermoe_runs",
             "fastermoe_schedule",
+            "gpu_timing",
             "hsdp_model",
             "live_memory",
             "moe_peer_turns",
