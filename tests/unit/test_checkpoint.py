@@ -128,7 +128,7 @@ def test_a_missing_file_and_an_unknown_version_are_refused_by_name(tmp_path):
 def test_a_checkpoint_that_was_not_committed_is_not_listed(tmp_path, monkeypatch):
     write(tmp_path, 1)
 
-    def full_disk(path, tensors):
+    def full_disk(path, tensors, stored_rows):
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(arrays, "write", full_disk)
@@ -146,10 +146,10 @@ def test_a_checkpoint_that_was_not_committed_is_not_listed(tmp_path, monkeypatch
 def test_the_first_rank_reports_a_rank_that_could_not_write(tmp_path, monkeypatch):
     original_write = arrays.write
 
-    def broken(path, tensors):
+    def broken(path, tensors, stored_rows):
         if path.name == "rank1.safetensors":
             raise OSError(5, "Input/output error", str(path))
-        return original_write(path, tensors)
+        return original_write(path, tensors, stored_rows)
 
     monkeypatch.setattr(arrays, "write", broken)
     first, second = (CheckpointWriter(tmp_path, rank=rank, num_ranks=2) for rank in range(2))
@@ -172,9 +172,9 @@ def test_training_pauses_only_for_copies_to_memory(tmp_path, monkeypatch):
     """Updates made while the file is written are not in the checkpoint."""
     original_write = arrays.write
 
-    def slow(path, tensors):
+    def slow(path, tensors, stored_rows):
         time.sleep(0.3)
-        return original_write(path, tensors)
+        return original_write(path, tensors, stored_rows)
 
     monkeypatch.setattr(arrays, "write", slow)
     writer, tensor = CheckpointWriter(tmp_path), torch.zeros(1000, 8)
