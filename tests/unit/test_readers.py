@@ -45,8 +45,8 @@ def free_port() -> int:
 
 def test_two_readers_give_the_loaders_batches(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    source = Samples(45, str(log))
-    load = partial(Loader, Samples(45, str(log)), **ORDER)
+    source = Samples(45, str(log), seconds=0.02)  # slow enough to need both workers
+    load = partial(Loader, source, **ORDER)
     with reader(source, workers=2, **ORDER) as first, reader(source, **ORDER) as second:
         for rank in (0, 1):
             expected = [contents(batch) for batch in islice(epochs(load(shard=(rank, 2))), 15)]
