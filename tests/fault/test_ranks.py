@@ -90,7 +90,7 @@ def test_the_job_ends_in_time_after_a_kill_and_resumes_on_fewer_ranks(tmp_path, 
     assert job.wait(MAX_SECONDS_TO_EXIT) != 0
     assert time.monotonic() - killed_at < MAX_SECONDS_TO_EXIT
     checkpoint = list_checkpoints(tmp_path / "runs/broken/checkpoint")[-1].name
-    assert 8 <= int(checkpoint.rpartition("-")[2]) < END
+    assert 4 <= int(checkpoint.rpartition("-")[2]) < END  # that of step 8 may have been in writing when the rank died
     job = start(tmp_path, "broken", *RUN, "ranks=1", "run.resume=true")
     assert job.wait(120) == 0, stderr_of(tmp_path)
     assert_close_curves(curve(tmp_path / "runs/broken"), uninterrupted)
