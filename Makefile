@@ -4,17 +4,19 @@ BIN := .venv/bin
 RECIPE ?= synthetic-dlrm
 SOURCES := $(shell find csrc CMakeLists.txt pyproject.toml constraints.txt)
 READY := .venv/ready
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 
 setup: $(READY)                         ## virtual environment, dependencies, native build
 train: $(READY)  ; $(BIN)/shardwright train $(RECIPE) $(WITH)
-test: $(READY) .venv/triton ; OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
+# tests/dist comes after the others: pytest enters a folder of this name only if it is told to.
+test: $(READY) .venv/triton ; $(PYTEST) && $(PYTEST) tests/dist
 check: $(READY)  ; $(BIN)/python -m pytest tests/test_architecture.py && $(BIN)/lint-imports && $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/pyright --pythonpath $(BIN)/python
 bench: $(READY)  ; $(BIN)/python -m benchmarks
 bless: $(READY)  ; $(BIN)/python -m pytest tests/golden --bless
 fault: $(READY)  ; $(BIN)/python -m pytest tests/fault
 rivals: .rivals/ready                  ## the environment of TorchRec and FBGEMM, for --peer and --torchrec of benchmarks
 moe-rivals: .rivals-moe/ready          ## the environment of torchtitan and transformers, for benchmarks.moe_peers
-nightly: $(READY) .venv/triton ; $(BIN)/python -m pytest
+nightly: $(READY) .venv/triton ; $(BIN)/python -m pytest tests tests/dist
 sanitize:        ; tests/native/sanitize.sh
 wheel: $(READY)  ; $(BIN)/python -m build --wheel
 fmt: $(READY)    ; $(BIN)/ruff format . && $(BIN)/ruff check --fix .

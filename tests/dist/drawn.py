@@ -188,8 +188,8 @@ def train_sharded(case: Case, steps: int = STEPS) -> tuple[list[list[np.ndarray]
         begin, end = case.sample_offsets(step)[mesh.rank : mesh.rank + 2]
         local = narrow(ids, begin, end)
         routed = sharded.route(local)
-        with torch.no_grad():
-            looked_up = sharded.pool(routed)
+        with torch.no_grad():  # as `pool`, but the update needs the rows where the lookup has placed them
+            looked_up = sharded.exchange_vectors(sharded.reduce_in_host(sharded.lookup(routed)).wait()).wait()
         vectors.append([tensor.numpy().copy() for tensor in looked_up.tensors()])
         gradients = slice_vectors(case.gradients(step, bags.blank(ids, "cpu")), ids, begin, end)
         received = sharded.exchange_gradients(routed, gradients).wait()
