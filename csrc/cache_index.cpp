@@ -19,6 +19,8 @@
 #include "cache_set.h"
 #include "threads.h"
 
+SHARDWRIGHT_API int64_t shardwright_huge_pages(char* memory, int64_t bytes, int64_t collapse);
+
 namespace {
 
 // Keys ahead whose set, and whose state, is fetched; of missing keys, all states of the set.
@@ -40,6 +42,7 @@ class Index {
  public:
   Index(int64_t num_sets, int64_t half_life)
       : num_sets_(num_sets), half_life_(half_life), sets_(scratch<Set>(num_sets)) {
+    shardwright_huge_pages(reinterpret_cast<char*>(sets_.get()), num_sets * sizeof(Set), 0);
     std::memset(static_cast<void*>(sets_.get()), 0, num_sets * sizeof(Set));
   }
 
@@ -326,15 +329,29 @@ SHARDWRIGHT_API int64_t shardwright_cache_announce(void* index, const int64_t* k
   return static_cast<Index*>(index)->announce(keys, n);
 }
 
-SHARDWRIGHT_API int64_t shardwright_cache_place(void* index, const int64_t* keys, const float* scores, int64_t n,
-                                                int64_t* lines, int64_t* missing, int64_t* written_lines,
-                                                int64_t* written_keys, int64_t* counts) {
-  return static_cast<Index*>(index)->place(keys, scores, n, lines, missing, written_lines, written_keys,
-                                           reinterpret_cast<Counts*>(counts));
+// The batch of one of several indices: the position of its first row in the arrays of all, and of its first written line.
+struct IndexBatch {
+  Index* index;
+  int64_t n, first, first_written;
+};
+
+// `place` of several indices. Returns -1, or the position of the first whose lines are too few.
+SHARDWRIGHT_API int64_t shardwright_cache_place(const IndexBatch* batches, int64_t num, const int64_t* keys,
+                                                const float* scores, int64_t* lines, int64_t* missing,
+                                                int64_t* written_lines, int64_t* written_keys, int64_t* counts) {
+  for (int64_t i = 0; i < num; ++i) {
+    const IndexBatch& own = batches[i];
+    if (!own.index->place(keys + own.first, scores ? scores + own.first : nullptr, own.n, lines + own.first,
+                          missing + own.first, written_lines + own.first_written, written_keys + own.first_written,
+                          reinterpret_cast<Counts*>(counts) + i))
+      return i;
+  }
+  return -1;
 }
 
-SHARDWRIGHT_API void shardwright_cache_release(void* index, const int64_t* lines, int64_t n, int64_t written) {
-  static_cast<Index*>(index)->release(lines, n, written);
+SHARDWRIGHT_API void shardwright_cache_release(const IndexBatch* batches, int64_t num, const int64_t* lines,
+                                               const int64_t* written) {
+  for (int64_t i = 0; i < num; ++i) batches[i].index->release(lines + batches[i].first, batches[i].n, written[i]);
 }
 
 SHARDWRIGHT_API void shardwright_cache_find(const void* index, const int64_t* keys, int64_t n, int64_t* lines) {

@@ -15,6 +15,7 @@ struct Table {
   int64_t step;  // number of this update, from 1
   uint64_t key;  // key of stochastic rounding
   int64_t trained;
+  const int64_t* row_numbers;  // by which values are rounded, where `weight` has lines of a cache; or null
 };
 
 // A feature: its table, and the memory of its vectors or their gradients. Their numbers are doubles for float64 tables,

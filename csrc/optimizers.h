@@ -19,7 +19,9 @@ struct Rule {
   ALWAYS A* state(int which, int64_t row) const { return static_cast<A*>(table.state[which]) + row * dim; }
   ALWAYS A& state_of_row(int which, int64_t row) const { return static_cast<A*>(table.state[which])[row]; }
   // Only 16-bit weights use stochastic rounding.
-  ALWAYS uint32_t key_of(uint32_t row) const { return sizeof(W) == 2 ? row_key(table, row) : 0; }
+  ALWAYS uint32_t key_of(uint32_t row) const {
+    return sizeof(W) == 2 ? row_key(table, table.row_numbers ? uint64_t(table.row_numbers[row]) : row) : 0;
+  }
   ALWAYS int64_t columns(int64_t column) const { return WHOLE || dim - column >= kLanes ? kLanes : dim - column; }
 
   ALWAYS A sum_of_squares(const A* gradient) const {

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardwright.spec.optimizer import LAMB, SGD, AdaGrad, Adam, PartialRowWiseAdam, RowWiseAdaGrad
     from shardwright.spec.plan import Plan
     from shardwright.spec.timeline import Timeline
-    from shardwright.spec.workload import Feature, Table, Workload
+    from shardwright.spec.workload import Feature, Growth, Table, Workload
 
     __version__: str
 
@@ -53,7 +53,7 @@ _NAMES_BY_MODULE = MappingProxyType(
         "spec.optimizer": ("LAMB", "SGD", "AdaGrad", "Adam", "PartialRowWiseAdam", "RowWiseAdaGrad"),
         "spec.plan": ("Plan",),
         "spec.timeline": ("Timeline",),
-        "spec.workload": ("Feature", "Table", "Workload"),
+        "spec.workload": ("Feature", "Growth", "Table", "Workload"),
     }
 )
 
@@ -66,6 +66,7 @@ __all__ = (
     "EmbeddingBags",
     "EmbeddingBagsDict",
     "Feature",
+    "Growth",
     "Jagged",
     "Job",
     "LAMB",

@@ -54,7 +54,7 @@ BLOCKING: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "dense/flat_parameter.py": ("__init__", "all_gather_tensors"),
         "dense/replicated.py": ("broadcast_values",),
         "embeddings/exchange.py": ("route", "pool", "lookup", "_exchange_weights"),
-        "embeddings/full_tables.py": ("gather_state",),
+        "embeddings/full_tables.py": ("gather_state", "_gather_by_id"),
         "runtime/agreement.py": (),
         "runtime/bindings.py": ("wait_for_end",),
         "runtime/rank_group.py": (),
@@ -154,8 +154,8 @@ BANS = MappingProxyType(
         ),
         "environment": Ban(
             names=(r"os\.(environb?|getenvb?|putenv|unsetenv)\b",),
-            allowed=("config.py", "comm/mesh.py", "runtime/launch/launcher.py"),  # ranks and addresses
-            remedy="environment variables must not change results: add a key to the recipe, read in config.py",
+            allowed=("config/__init__.py", "comm/mesh.py", "runtime/launch/launcher.py"),  # ranks and addresses
+            remedy="environment variables must not change results: add a key to the recipe, read in config/",
         ),
         "fork": Ban(
             names=(

@@ -88,6 +88,6 @@ def test_every_benchmark_has_a_smallest_case():
             "results_file",
             "scripts",
         ),
-        *("sharding_tables", "sharding_torchrec", "turns", *PICTURES),
+        *("sharding_tables", "sharding_torchrec", "tiers_side", "turns", *PICTURES),
     }
     assert {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - shared == {*SCRIPTS}

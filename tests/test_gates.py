@@ -21,7 +21,7 @@ shardwright/errors.py
     class UserError(ValueError):
         pass
 
-shardwright/config.py
+shardwright/config/__init__.py
     import os
     HOME = os.environ.get("SHARDWRIGHT_HOME")
 
@@ -327,7 +327,9 @@ REMEDIES = {
     "stage communication": "add it to BLOCKING",
     "line budget": "raise its budget",
 }
-BUDGETS = dict.fromkeys((".", "spec", "planner", "comm", "kernels", "layers", "data", "runtime", "report"), 99)
+BUDGETS = dict.fromkeys(
+    (".", "config", "spec", "planner", "comm", "kernels", "layers", "data", "runtime", "report"), 99
+)
 GATES = {**gates.GATES, "line budget": partial(gates.line_budget, budgets=BUDGETS)}
 
 

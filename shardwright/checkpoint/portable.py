@@ -14,6 +14,7 @@ from shardwright.checkpoint.reading import Checkpoint
 from shardwright.checkpoint.writing import CheckpointWriter
 from shardwright.errors import UserError
 from shardwright.rectangle import Rectangle, full_rectangle
+from shardwright.spec.workload import MAX_GROWING_ROWS
 
 
 def describe_checkpoint(path: Path, manifest: Manifest) -> Iterator[str]:
@@ -45,6 +46,7 @@ def reshard(path: Path, root: Path, num_files: int) -> Path:
     if num_files < 1:
         raise UserError(f"--files {num_files}; allowed: 1 or more")
     with closing(Checkpoint(path)) as source:
+        _refuse_growing(source, "reshard")
         step, rank_states = source.manifest.step, source.numbers.get("ranks", [])
         if root.resolve() == path.resolve().parent or step_directories.checkpoint_path(root, step).exists():
             raise UserError(
@@ -69,6 +71,7 @@ def export_state_dict(path: Path, output: Path, prefix: str = "") -> tuple[int, 
     if output.suffix != ".safetensors":
         raise UserError(f"{output}: unknown file format; name a .safetensors file")
     with closing(Checkpoint(path)) as source:
+        _refuse_growing(source, "export")
         full_prefix = MODEL_PREFIX + prefix
         names = {name.removeprefix(full_prefix): name for name in source.tensor_specs if name.startswith(full_prefix)}
         if not names:
@@ -93,6 +96,15 @@ def export_state_dict(path: Path, output: Path, prefix: str = "") -> tuple[int, 
         finally:
             draft.unlink(missing_ok=True)
     return len(tensors), sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _refuse_growing(source: Checkpoint, command: str) -> None:
+    for name, (_, shape) in source.tensor_specs.items():
+        if shape[:1] == (MAX_GROWING_ROWS,):
+            raise UserError(
+                f"{source.path}: {name} is of a table that grows, which `checkpoint {command}` does not support; a job "
+                "on any number of ranks loads it, and `shardwright export` exports its run"
+            )
 
 
 def _shard(source: Checkpoint, name: str, rank: int, num_ranks: int) -> Iterator[Rectangle]:

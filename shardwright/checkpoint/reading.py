@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from shardwright.checkpoint.manifest import Manifest, StoredRectangle, TensorEnt
 from shardwright.errors import UserError
 from shardwright.kernels.rounding import copy_finite
 from shardwright.rectangle import IndexRange, Rectangle, full_rectangle
+from shardwright.spec.workload import MAX_GROWING_ROWS
 
 THREADS = 4  # even with fewer cores: some wait for the disk while others verify digests
 
@@ -61,20 +62,36 @@ class Checkpoint:
         """Read values into the rectangles' tensors; round to nearest where their dtype is not the stored dtype."""
         targets = [rect if _is_writable(rect) else replace(rect, values=_empty_like(rect)) for rect in rectangles]
         layers = [list(self._layers(target.name)) for target in targets]
+        coverage = [_Coverage(target) for target in targets]
         with ThreadPoolExecutor(THREADS) as pool:
             for depth in range(max(map(len, layers), default=0)):
                 blocks = [
-                    [block for piece in entry.pieces for block in _blocks(reader, piece, target)]
+                    [
+                        block
+                        for entry, reader in target_layers[depth : depth + 1]
+                        for piece in entry.pieces
+                        for block in _blocks(reader, piece, target)
+                    ]
                     for target, target_layers in zip(targets, layers, strict=True)
-                    for entry, reader in target_layers[depth : depth + 1]
                 ]
-                counts = iter(pool.map(_Block.__call__, chain.from_iterable(blocks)))
-                num_filled = [sum(islice(counts, len(target_blocks))) for target_blocks in blocks]
-                if depth == 0:
-                    self._check_complete(targets, num_filled)
+                for _ in pool.map(_Block.__call__, chain.from_iterable(blocks)):
+                    pass
+                for covered, target_blocks in zip(coverage, blocks, strict=True):
+                    covered.add(depth, target_blocks)
+        self._check_complete(coverage)
         for rect, target in zip(rectangles, targets, strict=True):
             if rect is not target:
                 copy_finite(rect.values, target.values)
+
+    def row_ids(self, name: str, removed: str) -> Tensor:
+        """The ids of the rows of a tensor that grows, in ascending order; `removed`: the tensor of rows that ended."""
+        ids = torch.empty(0, dtype=torch.int64)
+        for depth, (manifest, reader) in enumerate(self._chain[self._first_layer(name) :]):
+            if depth and removed in manifest.tensors:
+                gone = _all_numbers(reader, manifest.tensors[removed])
+                ids = ids[~torch.isin(ids, gone)]
+            ids = torch.unique(torch.cat([ids, _all_numbers(reader, manifest.tensors[name])]))
+        return ids
 
     def verify(self, progress: Callable[[int], None] = lambda _: None) -> int:
         """Verify all headers and blocks of this checkpoint and its bases; returns the number of bytes read.
@@ -99,21 +116,43 @@ class Checkpoint:
 
     def _layers(self, name: str) -> Iterator[tuple[TensorEntry, ArrayReader]]:
         """The newest full version of a tensor, then the changed rows of each later checkpoint."""
-        last = max(
+        for manifest, reader in self._chain[self._first_layer(name) :]:
+            yield manifest.tensors[name], reader
+
+    def _first_layer(self, name: str) -> int:
+        return max(
             index
             for index, (manifest, _) in enumerate(self._chain)
             if name in manifest.tensors and manifest.tensors[name].full
         )
-        for manifest, reader in self._chain[last:]:
-            yield manifest.tensors[name], reader
 
-    def _check_complete(self, targets: Sequence[Rectangle], num_filled: Sequence[int]) -> None:
-        for target, count in zip(targets, num_filled, strict=True):
-            if count != target.values.numel():
+    def _check_complete(self, coverage: Sequence["_Coverage"]) -> None:
+        for covered in coverage:
+            num, target = covered.num_values, covered.target
+            if num != target.values.numel():
                 raise UserError(
                     f'{self.path}: of the {target.values.numel()} requested values of "{target.name}" its files have '
-                    f"{count}; use an earlier checkpoint"
+                    f"{num}; use an earlier checkpoint"
                 )
+
+
+class _Coverage:
+    """Which requested values have been read: all from the full version, or, if the rows have ids, from any layer."""
+
+    def __init__(self, target: Rectangle) -> None:
+        self.target, self.num_values = target, 0
+        has_ids = target.shape[:1] == (MAX_GROWING_ROWS,)
+        self._num_R = torch.zeros(target.num_rows, dtype=torch.int64) if has_ids else None
+
+    def add(self, depth: int, blocks: Sequence["_Block"]) -> None:
+        if self._num_R is not None:
+            num_R = torch.zeros_like(self._num_R)
+            for block in blocks:
+                num_R[block.target_rows] += block.width
+            self._num_R = torch.maximum(self._num_R, num_R)
+            self.num_values = int(self._num_R.sum())
+        elif depth == 0:
+            self.num_values = sum(block.width * block.num_rows for block in blocks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,20 +168,27 @@ class _Block:
     columns: Sequence[tuple[IndexRange, IndexRange]]  # ranges in `piece` and in `target`
     scales: Tensor | None  # of each row of `piece`
 
-    def __call__(self) -> int:
-        """Read the block and copy the requested values; returns their number."""
+    @property
+    def width(self) -> int:
+        """Number of values that are requested of a row."""
+        return sum(end - start for (start, end), _ in self.columns)
+
+    @property
+    def num_rows(self) -> int:
+        rows = self.target_rows
+        return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+
+    def __call__(self) -> None:
+        """Read the block and copy the requested values."""
         stored, values_RC = self.piece.values, self.target.values_RC
         if self._is_direct(values_RC):
-            return self.reader.read_block(stored, self.start, out=values_RC[self.target_rows]).numel()
+            self.reader.read_block(stored, self.start, out=values_RC[self.target_rows])
+            return
         block_RC = self.reader.read_block(stored, self.start)
         if self.scales is not None:
             block_RC = block_RC.to(self.scales.dtype) * self.scales[self.start : self.start + len(block_RC)]
-        num_copied = 0
         for (a, b), (c, d) in self.columns:
-            source_RC = block_RC[self.source_rows, a:b]
-            values_RC[self.target_rows, c:d] = source_RC.to(values_RC.dtype)
-            num_copied += source_RC.numel()
-        return num_copied
+            values_RC[self.target_rows, c:d] = block_RC[self.source_rows, a:b].to(values_RC.dtype)
 
     def _is_direct(self, values_RC: Tensor) -> bool:
         """Whether the block can be read directly into the destination, without selection or conversion."""
@@ -155,6 +201,12 @@ class _Block:
             and self.scales is None
             and [*self.columns] == [((0, stored.shape[1]), (0, values_RC.shape[1]))]
         )
+
+
+def _all_numbers(reader: ArrayReader, entry: TensorEntry) -> Tensor:
+    """The row numbers of all rectangles of a tensor."""
+    arrays = [reader.read_array(piece.numbers).flatten().long() for piece in entry.pieces if piece.numbers is not None]
+    return torch.cat([torch.empty(0, dtype=torch.int64), *arrays])
 
 
 def _check_headers(path: Path, manifest: Manifest) -> None:

@@ -34,7 +34,7 @@ def inspect(
     shardwright data inspect books.tokens                        a token file
     shardwright data inspect books                               a folder of texts: .txt, .md, .jsonl, .parquet
     """
-    from shardwright.config import apply_overrides
+    from shardwright.config.overrides import apply_overrides
 
     keys: dict[str, Any] = apply_overrides({}, settings or ())
     kind = keys.pop("kind", "") or ("log" if "schema" in keys else _guess_kind(path))
@@ -62,7 +62,7 @@ def tokenize(
     shardwright data tokenize web.jsonl.zst web.tokens field=content
     shardwright data tokenize books books.tokens tokenizer=tokenizer.json end="<|endoftext|>"
     """
-    from shardwright.config import apply_overrides
+    from shardwright.config.overrides import apply_overrides
     from shardwright.data.tokens.sequences import tokenize
     from shardwright.data.tokens.token_file import TokenFile
     from shardwright.data.tokens.tokenizer import open_tokenizer

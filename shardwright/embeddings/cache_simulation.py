@@ -13,7 +13,8 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from shardwright.kernels.cache_index import LFU, LRU, WAYS, CacheIndex
+from shardwright.kernels.cache_index import LFU, LRU, CacheIndex
+from shardwright.spec.row_cache import WAYS
 
 NEVER = 1 << 20  # as the number of the batch of the next use
 

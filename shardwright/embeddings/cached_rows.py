@@ -11,6 +11,7 @@ Shape legend: U distinct rows of a batch, L lines, E rows of the shard, R rows o
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from functools import partial
 from math import prod
 from typing import TypeVar
 
@@ -19,33 +20,37 @@ from torch import Tensor
 
 from shardwright.comm.pending import Pending, ready
 from shardwright.embeddings.store import DiskSnapshot, DiskStore
+from shardwright.kernels import cache_index
 from shardwright.kernels.cache_index import CacheIndex, PlacedRows
+from shardwright.spec.row_cache import HALF_LIFE_BATCHES
 
 T = TypeVar("T")
-HALF_LIFE = 100  # batches
 CHUNK_BYTES = 16 << 20  # of rows that are copied at a time when all are
 
 
 class CachedRows:
-    """`parts_L`: the lines, of each tensor of a row."""
+    """`parts_L`: the lines, of each tensor of a row. `row_of_L`: the row of each line."""
 
     def __init__(self, parts_L: Sequence[Tensor], store: DiskStore, copier: ThreadPoolExecutor) -> None:
         self.parts_L, self.store, self._copier = parts_L, store, copier
-        self.index = CacheIndex(len(parts_L[0]), HALF_LIFE)
-        self._row_of_L = torch.full((len(parts_L[0]),), -1)
+        self.index = CacheIndex(len(parts_L[0]), HALF_LIFE_BATCHES)
+        self.row_of_L = torch.full((len(parts_L[0]),), -1)
         self._last: Future[None] | None = None
         self._failure: Exception | None = None
 
     def place(self, rows_U: Tensor) -> tuple[Tensor, Pending[None]]:
         """The lines of these rows, and their copies. After an error all calls raise it: lines may lack their rows."""
-        placed = self._keep_failure(lambda: self.index.place(rows_U))
+        ((lines_U, copies),) = place_many([self], rows_U, [len(rows_U)])
+        return lines_U, copies
+
+    def start_copies(self, placed: PlacedRows, rows_U: Tensor) -> Pending[None]:
+        """Copy lines that were written to the store, and missing rows to their lines."""
         missing_U = placed.missing_U
         if not len(missing_U) and not len(placed.written_lines):
-            return placed.lines_U, ready(None) if self._last is None else Pending(self._last.result)
-        self._row_of_L[placed.lines_U[missing_U]] = rows_U[missing_U]
-        copies = self._copier.submit(self._copy, placed, rows_U)
-        self._last = copies
-        return placed.lines_U, Pending(copies.result)
+            return ready(None) if self._last is None else Pending(self._last.result)
+        self.row_of_L[placed.lines_U[missing_U]] = rows_U[missing_U]
+        copies = self._last = self._copier.submit(self._copy, placed, rows_U)
+        return Pending(copies.result)
 
     def release(self, lines_U: Tensor, *, written: bool) -> None:
         self.index.release(lines_U, written=written)
@@ -54,18 +59,19 @@ class CachedRows:
         return self.index.find(rows_U)
 
     def rows_on(self, lines_U: Tensor) -> Tensor:
-        return self._row_of_L[lines_U]
+        return self.row_of_L[lines_U]
 
     def write_back(self) -> None:
         """Copy all lines that were written to the store."""
         self._wait()
         lines, rows = self.index.written_lines()
-        self._keep_failure(lambda: self._copier.submit(self.store.write, rows, lines, self.parts_L).result())
+        self.keep_failure(lambda: self._copier.submit(self.store.write, rows, lines, self.parts_L).result())
         self.index.written_lines(clear=True)
 
     def read_all(self, part: int) -> Tensor:
         """(E, ...) One tensor of all rows."""
-        found = self.parts_L[part].new_empty(self.store.num_rows, *self.parts_L[part].shape[1:])
+        like = self.store.empty_parts(0)[part]
+        found = like.new_empty(self.store.num_rows, *like.shape[1:])
         rows_of_chunk = max(1, CHUNK_BYTES // max(1, found[:1].nbytes))
         with closing(self.stored_parts()[part].snapshot()) as stored:
             for first in range(0, len(found), rows_of_chunk):
@@ -76,7 +82,7 @@ class CachedRows:
     def read_rows(self, rows_U: Tensor) -> list[Tensor]:
         """Rows as they are now, of each tensor."""
         self.write_back()
-        parts = self.empty_parts(len(rows_U))
+        parts = self.store.empty_parts(len(rows_U))
         self.store.read(rows_U, torch.arange(len(rows_U)), parts)
         return parts
 
@@ -87,21 +93,18 @@ class CachedRows:
         self.store.write(rows_U, torch.arange(len(rows_U)), parts)
         lines_U = self.find(rows_U)
         here = lines_U >= 0
-        self.parts_L[part][lines_U[here]] = values_U[here]
+        self.parts_L[part][lines_U[here]] = parts[part][here].to(self.parts_L[part].dtype)
 
     def stored_parts(self) -> list["StoredPart"]:
         """Each tensor of all rows."""
         shared = SharedSnapshot(self)
         return [StoredPart(self, number, shared) for number in range(len(self.parts_L))]
 
-    def empty_parts(self, num: int) -> list[Tensor]:
-        return [part.new_empty(num, *part.shape[1:]) for part in self.parts_L]
-
     def _wait(self) -> None:
         if self._last is not None:
-            self._keep_failure(self._last.result)
+            self.keep_failure(self._last.result)
 
-    def _keep_failure(self, run: Callable[[], T]) -> T:
+    def keep_failure(self, run: Callable[[], T]) -> T:
         if self._failure is not None:
             raise self._failure
         try:
@@ -111,7 +114,7 @@ class CachedRows:
             raise
 
     def _copy(self, placed: PlacedRows, rows_U: Tensor) -> None:
-        self._keep_failure(lambda: self._copy_rows(placed, rows_U))
+        self.keep_failure(lambda: self._copy_rows(placed, rows_U))
 
     def _copy_rows(self, placed: PlacedRows, rows_U: Tensor) -> None:
         with torch.no_grad():
@@ -119,6 +122,21 @@ class CachedRows:
                 self.store.write(placed.written_rows, placed.written_lines, self.parts_L)
             if len(placed.missing_U):
                 self.store.read(rows_U[placed.missing_U], placed.lines_U[placed.missing_U], self.parts_L)
+
+
+def place_many(
+    caches: Sequence[CachedRows], rows_U: Tensor, counts: Sequence[int]
+) -> list[tuple[Tensor, Pending[None]]]:
+    """`place` in several caches; `rows_U` has `counts` rows of each, one after the other."""
+
+    def place() -> list[PlacedRows]:
+        return cache_index.place_many([cached.index for cached in caches], rows_U, counts)
+
+    for cached in caches:  # an error is kept by all: those before it have placed their rows
+        place = partial(cached.keep_failure, place)
+    placed = place()
+    parts = zip(caches, placed, rows_U.split(list(counts)), strict=True)
+    return [(own.lines_U, cached.start_copies(own, rows)) for cached, own, rows in parts]
 
 
 class SharedSnapshot:
@@ -142,7 +160,7 @@ class SharedSnapshot:
 
     def read(self, first: int, num: int) -> list[Tensor]:
         assert self._snapshot is not None
-        parts = self._cached.empty_parts(num)
+        parts = self._cached.store.empty_parts(num)
         self._snapshot.read(first, parts)
         return parts
 
@@ -152,6 +170,10 @@ class StoredPart:
 
     def __init__(self, cached: CachedRows, part: int, shared: SharedSnapshot, *, is_open: bool = False) -> None:
         self._cached, self._part, self._shared, self._is_open = cached, part, shared, is_open
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._cached.store.empty_parts(0)[self._part].dtype
 
     def read(self, first: int, num: int) -> Tensor:
         if self._is_open:

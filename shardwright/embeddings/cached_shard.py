@@ -26,10 +26,12 @@ from shardwright.spec.optimizer import state_shapes
 class Caches:
     """The lines of each shard of a table, by the table's index; other tables are in memory as a whole.
 
-    Rows are stored below the folder for temporary files (TMPDIR). One thread of this rank copies them.
+    Rows are stored below the folder for temporary files (TMPDIR). One thread of this rank copies them. `in_float32`:
+    weights of 16 bits are float32 on lines, and rounded when they are written to the store.
     """
 
     lines: Mapping[int, int]
+    in_float32: bool = False
     folder: RowsFolder = field(default_factory=RowsFolder)
     copier: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rows"))
 
@@ -41,7 +43,8 @@ def make_cached_rows(bags: EmbeddingTables, shard: TableShard, order: RowOrder, 
     module, num_lines = bags.holder(table.name), caches.lines[shard.table]
     shapes = state_shapes(bags.optimizer, num_lines, shard.dim) if bags.optimizer else {}
     dtype = embedding.vector_dtype(module.weight.dtype)
-    parts_L = [torch.empty(num_lines, shard.dim, dtype=module.weight.dtype)]
+    is_rounded = caches.in_float32 and dtype != module.weight.dtype
+    parts_L = [torch.empty(num_lines, shard.dim, dtype=dtype if is_rounded else module.weight.dtype)]
     parts_L += [torch.empty(shape, dtype=dtype) for shape in shapes.values()]
     for part in parts_L:
         use_huge_pages(part)
@@ -53,15 +56,16 @@ def make_cached_rows(bags: EmbeddingTables, shard: TableShard, order: RowOrder, 
         for part_U in parts_U[1:]:
             part_U.fill_(module.initial_state)
 
-    folder = caches.folder.make_subfolder()
-    store = DiskStore(folder, end - start, parts_L, fill, direct=supports_direct(folder))
+    folder, stored = caches.folder.make_subfolder(), [parts_L[0][:0].to(module.weight.dtype), *parts_L[1:]]
+    direct = supports_direct(folder)
+    store = DiskStore(folder, end - start, stored, fill, direct=direct, rounding_key=module.rounding_key)
     if not module.weight.is_meta:
         states = bags.state(table.name) if bags.steps[table.name] else {}
         step = max(1, CHUNK_ELEMENTS // shard.dim)
         for low in range(0, end - start, step):
             rows_U = torch.arange(low, min(low + step, end - start))
             ids_U = order.ids(start + rows_U)
-            parts_U = [part.new_empty(len(rows_U), *part.shape[1:]) for part in parts_L]
+            parts_U = store.empty_parts(len(rows_U))
             for name, part_U in zip(("weight", *shapes), parts_U, strict=True):
                 if name != "weight" and not states:
                     part_U.fill_(module.initial_state)

@@ -17,6 +17,7 @@ Shape legend: R ranks.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
 from shardwright.embeddings.announcement import Announcement, exchange_end_headers, exchange_headers, make_headers
 from shardwright.embeddings.cached_shard import Caches
+from shardwright.embeddings.growing_rows import initial_growth
 from shardwright.embeddings.host_reduce import HostReducer
 from shardwright.embeddings.incoming import IncomingRequest, incoming_requests
 from shardwright.embeddings.layout import Layout, TableGroup, TableShard
@@ -97,13 +99,16 @@ class ShardedTables:
         lanes: Lanes,
         device: torch.device,
         caches: Caches | None = None,
+        in_flight: int = 1,
     ) -> None:
         self.bags, self.layout, self.lanes, self.orders = bags, layout, lanes, orders
         self._caches = caches  # whose folder lives as long as the tables
+        self.waited_seconds = 0.0  # that steps have waited for rows to be copied
+        self.growth = initial_growth(bags)
         self.rank = lanes.wire.index
         self.table_groups = layout.table_groups[self.rank]
         self.local_shards = [
-            LocalShards(table_group, bags, orders, device, caches) for table_group in self.table_groups
+            LocalShards(table_group, bags, orders, device, caches, in_flight) for table_group in self.table_groups
         ]
         self._requests = RequestBuilder(bags, layout, orders, self.rank)
         self._responses = ResponseAssembly(bags, layout, self.rank)
@@ -191,7 +196,6 @@ class ShardedTables:
     def pool(self, routed: RoutedBatch) -> Vectors:
         """Run all phases from the lookup to the vectors and wait for them."""
         result = self.lookup(routed)
-        self.release(routed, written=False)
         return self.exchange_vectors(self.reduce_in_host(result).wait()).wait()
 
     def _exchange_weights(self, weights: Sequence[Tensor]) -> Pending[tuple[Tensor, ...]]:
@@ -202,24 +206,37 @@ class ShardedTables:
         pending = collective.all_to_all(torch.cat(list(weights)), sizes, received_sizes, group)
         return pending.then(lambda flat: flat.split(received_sizes))
 
-    def lookup(self, routed: RoutedBatch) -> LookupResult:
+    def lookup(self, routed: RoutedBatch, *, training: bool = False) -> LookupResult:
         """Look up the incoming requests, without communication: one call per table group.
 
-        Places the rows of tables with a cache, unless `prefetch` has done so.
+        Places rows on lines, unless `prefetch` has done so; then also releases them, if no update follows (`training`).
+        Rows of tables that grow are always placed here: which rows there are then does not depend on later batches.
         """
-        if not routed.placed:
+        is_placed = bool(routed.placed)
+        if not is_placed:
             self.prefetch(routed).wait()
+        self.growth.batches += training
+        for index, local in enumerate(self.local_shards):
+            if local.growing:
+                routed.placed[index] = local.place(routed.incoming[index].ids, training=training)
         pairs = zip(self.local_shards, routed.placed, strict=True)
-        return LookupResult(routed, tuple(local.lookup(placed.ids) for local, placed in pairs))
+        result = LookupResult(routed, tuple(local.lookup(placed.ids) for local, placed in pairs))
+        if not is_placed and not training:
+            self.release(routed, written=False)
+        return result
 
     def prefetch(self, routed: RoutedBatch) -> Pending[RoutedBatch]:
         """Find lines for the rows of a batch, and copy those that are missing in the cache."""
-        pairs = zip(self.local_shards, routed.incoming, strict=True)
-        routed.placed[:] = [local.place(request.ids) for local, request in pairs]
+        routed.placed[:] = [
+            PlacedIds(request.ids, request.ids, {}, ()) if local.growing else local.place(request.ids)
+            for local, request in zip(self.local_shards, routed.incoming, strict=True)
+        ]
 
         def wait() -> RoutedBatch:
+            start = perf_counter()
             for copies in (copies for placed in routed.placed for copies in placed.copies):
                 copies.wait()
+            self.waited_seconds += perf_counter() - start
             return routed
 
         return Pending(wait)
@@ -343,7 +360,7 @@ class ShardedTables:
         """Concatenate micro-batches as one batch for the update, and start its sums of replicas."""
         indices = [index for index, _ in enumerate(self.table_groups)]
         ids = [concat_ids([routed.incoming[index].ids for routed, _ in micro_batches]) for index in indices]
-        lines = [concat_ids([routed.placed[index].ids for routed, _ in micro_batches]) for index in indices]
+        lines = [concat_ids([routed.placed[index].update_ids for routed, _ in micro_batches]) for index in indices]
         pairs = [zip(*(grads.gradients[index] for _, grads in micro_batches), strict=True) for index in indices]
         gradients = {index: [concat_with_decay(tensors, decay) for tensors in pairs[index]] for index in indices}
         max_values = sum(routed.max_replica_values for routed, _ in micro_batches)
@@ -354,7 +371,7 @@ class ShardedTables:
         incoming = tuple(replace(request, ids=ids[index]) for index, request in enumerate(routed.incoming))
         used = tuple(map(any, zip(*(grads.used_features for _, grads in micro_batches), strict=True)))
         micro = tuple(routed for routed, _ in micro_batches)
-        placed = [PlacedIds(each, {}, ()) for each in lines]
+        placed = [PlacedIds(each, each, {}, ()) for each in lines]
         joined = replace(routed, incoming=incoming, micro_batches=micro, placed=placed)
         return joined, ReceivedGradients(gradients, replica_sums, used)
 
@@ -362,7 +379,7 @@ class ShardedTables:
         self, routed: RoutedBatch, gradients: ReceivedGradients, optimizer: SparseOptimizer, steps: Mapping[str, int]
     ) -> Collection[str]:
         """One optimizer step of this rank's shards. Communicates as TableUpdater and UsedFeatures do."""
-        ids = [placed.ids for placed in routed.placed]
+        ids = [placed.update_ids for placed in routed.placed]
         if not all(gradients.used_features):
             lookups = [
                 (batch.outgoing, [request.unpooled_counts for request in batch.incoming]) for batch in routed.lookups

@@ -3,7 +3,8 @@
 The rows of a table are divided into row ranges at every row where some rectangle begins or ends. A table shard is one
 row range with all of its columns that a rank holds. A rank uses its own replica of a shard; ranks without one
 are assigned to replicas in nearly equal contiguous blocks, so that blocks that hold full copies exchange nothing.
-Shards of a rank with the same clients and the same kind of update form a fused table group: one lookup, one update.
+Shards of a rank with the same clients and the same kind of update and of ids form a fused table group: one lookup, one
+update.
 
 If several ranks of a host hold rows of the same columns, their partial sums for samples of another host are added
 before they cross hosts (host reduce), by the rank with the same index in its host as the sample's rank has in its own.
@@ -135,7 +136,7 @@ def build_layout(
     names = {feature.table for feature in features if feature.pooling == "none"}
     names |= {plan.table for plan in plans.values() if plan.travel == "rows"}
     exchanged = frozenset(index for index, table in enumerate(tables) if table.name in names)
-    shards_by_rank: list[dict[tuple[tuple[int, ...], bool, tuple[int, ...], bool], list[TableShard]]] = [
+    shards_by_rank: list[dict[tuple[tuple[int, ...], bool, tuple[int, ...], bool, bool], list[TableShard]]] = [
         {} for _ in range(num_ranks)
     ]
     bounds = []
@@ -151,13 +152,14 @@ def build_layout(
             by_row = needs_full_rows and shard.dim < table.dim
             replicas = shard.ranks if len(shard.ranks) > 1 else (rank,)
             in_host = len(shard.ranks) == 1 and (rank, shard.cols) in host_reduced
-            shards_by_rank[rank].setdefault((replicas, by_row, clients, in_host), []).append(shard)
+            grows = table.growth is not None
+            shards_by_rank[rank].setdefault((replicas, by_row, clients, in_host, grows), []).append(shard)
     groups = tuple(
         tuple(
             TableGroup(
                 clients, tuple(shards), tuple(_streams(shards, reads, bounds, exchanged)), replicas, by_row, in_host
             )
-            for (replicas, by_row, clients, in_host), shards in sorted(by_kind.items(), key=lambda item: item[0])
+            for (replicas, by_row, clients, in_host, _), shards in sorted(by_kind.items(), key=lambda item: item[0])
         )
         for by_kind in shards_by_rank
     )

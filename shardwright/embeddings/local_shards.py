@@ -1,9 +1,9 @@
 """The shards of one table group on this rank: one call looks them up, one call updates them.
 
-A shard with a cache has lines in place of rows (cached_rows.py): `place` finds the lines of a batch, and the same
-kernels run on them.
+A shard with a cache has lines in place of rows (cached_rows.py), and so has one of a table that grows
+(growing_rows.py): `place` finds the lines of a batch, and the same kernels run on them.
 
-Shape legend: E rows of a shard, D its columns, U distinct rows, N ids.
+Shape legend: E rows of a shard, D its columns, U distinct rows, N ids, S spare lines, L lines.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.pending import Pending
-from shardwright.embeddings.cached_rows import CachedRows
+from shardwright.embeddings.cached_rows import CachedRows, place_many
 from shardwright.embeddings.cached_shard import Caches, make_cached_rows
+from shardwright.embeddings.growing_rows import GrowingRows
 from shardwright.embeddings.layout import TableGroup, TableShard
 from shardwright.embeddings.row_order import RowOrder
 from shardwright.kernels import embedding
 from shardwright.kernels.arguments import Ids, TableState
 from shardwright.kernels.buffers import BufferPool
+from shardwright.kernels.cache_index import release_many
 from shardwright.kernels.dedup import unique_rows
 from shardwright.kernels.gradient_sums import GradientSums, sum_gradients
 from shardwright.kernels.initial import CHUNK_ELEMENTS
@@ -31,9 +33,11 @@ from shardwright.spec.optimizer import SparseOptimizer, state_shapes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedIds:
-    """Ids of a batch, those of shards with a cache as lines; and by such a shard, the lines of its distinct rows."""
+    """Ids of a batch to look up and to update, with lines in place of rows where a shard has lines. By such a shard:
+    the lines of its distinct rows if it has a cache, the spare lines if it grows."""
 
     ids: Ids
+    update_ids: Ids
     lines: Mapping[int, Tensor]
     copies: Sequence[Pending[None]]
 
@@ -48,7 +52,9 @@ class LocalShards:
         orders: Sequence[RowOrder],
         device: torch.device,
         caches: Caches | None = None,
+        in_flight: int = 1,
     ) -> None:
+        """`in_flight`: batches between a lookup in a table that grows and the end of its update."""
         self.table_group = group
         self.tables = [bags.tables[shard.table] for shard in group.shards]
         self.is_trained = [bags.holder(table.name).is_trained for table in self.tables]
@@ -59,6 +65,7 @@ class LocalShards:
         self.changed_rows: list[Tensor | None] = [None] * len(group.shards)
         self._modules = [bags.holder(table.name) for table in self.tables]
         self.caches: dict[int, CachedRows] = {}  # by shard
+        self.growing: dict[int, GrowingRows] = {}  # by shard: all or none
         for index, (shard, table) in enumerate(zip(group.shards, self.tables, strict=True)):
             module = bags.holder(table.name)
             if caches is not None and shard.table in caches.lines:
@@ -66,6 +73,11 @@ class LocalShards:
                 self.weights.append(cached.parts_L[0])
                 names = state_shapes(bags.optimizer, 1, shard.dim) if bags.optimizer else {}
                 self.optimizer_states.append(dict(zip(names, cached.parts_L[1:], strict=True)))
+                continue
+            if table.growth is not None:
+                rows = self.growing[index] = GrowingRows(bags, shard, in_flight)
+                self.weights.append(rows.parts_L["weight"])
+                self.optimizer_states.append({name: part for name, part in rows.parts_L.items() if name != "weight"})
                 continue
             self.weights.append(_shard_weight(module, shard, orders[shard.table], device))
             rows = shard.rows[1] - shard.rows[0]
@@ -82,30 +94,58 @@ class LocalShards:
         return embedding.lookup_into(self._memory, self.weights, ids) if self.weights else []
 
     def num_rows(self, index: int) -> int:
-        """Of a shard."""
+        """Of a shard: its lines, if its table grows."""
+        if index in self.growing:
+            return self.growing[index].ids.num_lines
         start, end = self.table_group.shards[index].rows
         return end - start
 
-    def place(self, ids: Ids) -> PlacedIds:
-        """Place the rows of a batch on lines, until `release`; without caches, rows are lines."""
+    def place(self, ids: Ids, *, training: bool = False) -> PlacedIds:
+        """Place the rows of a batch on lines, until `release`; without caches, rows are lines. `training`: as
+        `IdMap.place`."""
+        if self.growing:
+            return self._place_growing(ids, training=training)
         if not self.caches:
-            return PlacedIds(ids, {}, ())
+            return PlacedIds(ids, ids, {}, ())
         rows_U, counts, inverse_N = unique_rows(ids, [self.num_rows(index) for index in range(len(self.weights))])
-        lines_U, lines, copies = rows_U.clone(), dict[int, Tensor](), list[Pending[None]]()
-        for index, (own_rows, own_lines) in enumerate(zip(rows_U.split(counts), lines_U.split(counts), strict=True)):
-            if index in self.caches:
-                lines[index], pending = self.caches[index].place(own_rows)
-                own_lines.copy_(lines[index])
-                copies.append(pending)
-        return PlacedIds(replace(ids, values=lines_U[inverse_N]), lines, copies)
+        parts, order = rows_U.split(counts), sorted(self.caches)
+        is_all = len(order) == len(parts)
+        cached_U = rows_U if is_all else torch.cat([parts[index] for index in order])
+        placed = place_many([self.caches[index] for index in order], cached_U, [counts[index] for index in order])
+        lines = dict(zip(order, (own for own, _ in placed), strict=True))
+        lines_U = torch.cat([lines.get(index, part) for index, part in enumerate(parts)])
+        copies = [pending for _, pending in placed]
+        on_lines = replace(ids, values=lines_U[inverse_N])
+        return PlacedIds(on_lines, on_lines, lines, copies)
+
+    def _place_growing(self, ids: Ids, *, training: bool) -> PlacedIds:
+        lines_N, update_lines_N = ids.values.long().clone(), ids.values.long().clone()
+        spares: dict[int, Tensor] = {}
+        for index, rows in self.growing.items():
+            ranges = [span for span, shard in zip(ids.feature_ranges(), ids.tables, strict=True) if shard == index]
+            placed = rows.place(torch.cat([ids.values[a:b] for a, b in ranges] or [lines_N[:0]]), training=training)
+            sizes = [b - a for a, b in ranges]
+            for target, found in ((lines_N, placed.lines_N), (update_lines_N, placed.update_lines_N)):
+                for (a, b), part in zip(ranges, found.split(sizes), strict=True):
+                    target[a:b] = part
+            spares[index] = placed.spares_S
+            if (changed_rows := self.changed_rows[index]) is not None:
+                changed_rows[placed.lines_N if training else placed.fresh_F] = True  # their uses change too
+        return PlacedIds(replace(ids, values=lines_N), replace(ids, values=update_lines_N), spares, ())
 
     def release(self, placed: PlacedIds, *, written: bool) -> None:
         """End a batch's use of its lines; `written`: an update has changed them."""
-        for index, lines_U in placed.lines.items():
-            cached, changed_rows = self.caches[index], self.changed_rows[index]
-            if written and self.is_trained[index] and changed_rows is not None:
-                changed_rows[cached.rows_on(lines_U)] = True
-            cached.release(lines_U, written=written and self.is_trained[index])
+        for index, spares_S in placed.lines.items() if self.growing else ():
+            self.growing[index].release(spares_S)
+        if not self.caches or not placed.lines:
+            return
+        is_written = [written and self.is_trained[index] for index in placed.lines]
+        for (index, lines_U), changes in zip(placed.lines.items(), is_written, strict=True):
+            if changes and (changed_rows := self.changed_rows[index]) is not None:
+                changed_rows[self.caches[index].rows_on(lines_U)] = True
+        lines = [*placed.lines.values()]
+        indices = [self.caches[index].index for index in placed.lines]
+        release_many(indices, torch.cat(lines), [len(lines_U) for lines_U in lines], is_written)
 
     def update(
         self, ids: Ids, gradients: Sequence[Tensor], optimizer: SparseOptimizer, steps: Mapping[str, int]
@@ -116,12 +156,21 @@ class LocalShards:
     def table_states(self, steps: Mapping[str, int]) -> list[TableState]:
         """The kernels' view of each shard: weight, optimizer state, step. `release` marks changed rows on lines."""
         masks = [None if index in self.caches else mask for index, mask in enumerate(self.changed_rows)]
+        numbers = [self._row_numbers(index) for index in range(len(self.weights))]
         return [
-            TableState(weight, tuple(state.values()), steps[module.table.name], module.rounding_key, is_trained, mask)
-            for weight, state, module, is_trained, mask in zip(
-                self.weights, self.optimizer_states, self._modules, self.is_trained, masks, strict=True
+            TableState(
+                weight, tuple(state.values()), steps[module.table.name], module.rounding_key, is_trained, mask, rows_L
+            )
+            for weight, state, module, is_trained, mask, rows_L in zip(
+                self.weights, self.optimizer_states, self._modules, self.is_trained, masks, numbers, strict=True
             )
         ]
+
+    def _row_numbers(self, index: int) -> Tensor | None:
+        """The row, or the id, of each line of a shard; None if rows are not on lines."""
+        if index in self.growing:
+            return self.growing[index].ids.key_of_L
+        return self.caches[index].row_of_L if index in self.caches else None
 
     def sum_gradients(self, ids: Ids, gradients: Sequence[Tensor]) -> GradientSums:
         """Sum the gradients of each row."""

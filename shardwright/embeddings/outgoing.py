@@ -9,7 +9,7 @@ Shape legend: N ids, F features, B samples, S segments, U distinct rows, P row r
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -74,7 +74,9 @@ class RequestBuilder:
         fits_int32 = all(
             b - a < MAX_INT32_ROWS for bounds in layout.row_boundaries for a, b in zip(bounds, bounds[1:], strict=False)
         )
-        self._word_dtype = torch.int32 if fits_int32 else torch.int64
+        self._grows = [bags.tables[table].growth is not None for table in self._table_of]  # by feature
+        self._split_grows = torch.tensor([self._grows[feature] for feature in self._split])
+        self._word_dtype = torch.int32 if fits_int32 and not any(self._grows) else torch.int64
         unsplit = {feature: i for i, feature in enumerate(self._unsplit)}
         split = {feature: i for i, feature in enumerate(self._split)}
 
@@ -99,8 +101,8 @@ class RequestBuilder:
 
     def build(self, features: Jagged) -> OutgoingRequest:
         """The messages of one batch; raises IdOutOfRange for an id outside its table."""
-        features = self._to_positions(features)
-        values, lengths_SB, id_weights = self._split_by_range(features)
+        sent, features = features, self._to_positions(features)
+        values, lengths_SB, id_weights = self._split_by_range(features, sent)
         distinct, rows_U = self._deduplicate(features)
         sizes_S, batch = lengths_SB.sum(1), features.batch_size
         begins_S = sizes_S.cumsum(0) - sizes_S
@@ -135,6 +137,9 @@ class RequestBuilder:
         parts = list(features.values.split(ids_per_feature(features)))
         for feature, table in enumerate(self._table_of):
             ids, rows = parts[feature], self._bags.tables[table].rows
+            if self._grows[feature]:
+                parts[feature] = self._orders[table].positions(ids)
+                continue
             low, high = (int(end) for end in torch.aminmax(ids)) if len(ids) else (0, 0)
             if low < 0 or high >= rows:
                 raise IdOutOfRange(feature, int(ids[((ids < 0) | (ids.long() >= rows)).nonzero()[0, 0]]))
@@ -144,16 +149,28 @@ class RequestBuilder:
             return features
         return Jagged(features.features, torch.cat(parts), features.lengths, features.weights)
 
-    def _split_by_range(self, features: Jagged) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _split_by_range(self, features: Jagged, sent: Jagged) -> tuple[Tensor, Tensor, Tensor | None]:
         """(values, lengths (S, B), id weights) of the segments of all pooled features without row exchange.
-        First the features of tables with one row range, unchanged, then the others, by row range."""
+        First the features of tables with one row range, unchanged, then the others, by row range. Of tables that grow,
+        the ids are sent (`sent`), else their positions in a row range."""
         unsplit = self._select(features, self._unsplit)
+        if any(self._grows[feature] for feature in self._unsplit):
+            parts = [
+                self._select(each, self._unsplit).values.split(ids_per_feature(unsplit)) for each in (features, sent)
+            ]
+            chosen = [(parts[1] if self._grows[f] else parts[0])[i].long() for i, f in enumerate(self._unsplit)]
+            unsplit = replace(unsplit, values=torch.cat(chosen))
         split = self._select(features, self._split)
         weights = [] if features.weights is None else [unsplit.weights, split.weights]
         values, lengths = [unsplit.values], [unsplit.lengths]
         if self._split:
             ids = Ids(split.values, offsets(split), None, range(len(self._split)), [0] * len(self._split))
             split_values, lengths_PFB, positions = bucketize_ids(ids, self._padded_bounds)
+            if self._split_grows.any():
+                counts_PF = lengths_PFB.sum(2)
+                grows = self._split_grows.repeat(len(counts_PF)).repeat_interleave(counts_PF.flatten())
+                split_ids = self._select(sent, self._split).values.long()[positions]
+                split_values = torch.where(grows, split_ids, split_values.long())
             values.append(split_values)
             lengths.append(lengths_PFB.flatten(0, 1).to(unsplit.lengths.dtype))
             weights = [unsplit.weights, split.weights[positions]] if split.weights is not None else []

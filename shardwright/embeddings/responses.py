@@ -36,6 +36,10 @@ class Response:
     column_copies: tuple[ColumnCopy, ...]
     unpooled: tuple[tuple[int, int, ColumnRanges], ...]  # (row-exchange table, row range, columns) of each stream
 
+    def is_whole(self, width: int) -> bool:
+        """Whether it is not sent, and its pooled vectors have all `width` columns of this rank's vectors."""
+        return self.local_index >= 0 and not self.unpooled and self.column_copies == (ColumnCopy(0, 0, width, False),)
+
     def numel(self, request: OutgoingRequest) -> int:
         """Number of values in the response."""
         rows = (self.row_range(request, index) for index in range(len(self.unpooled)))
@@ -90,6 +94,9 @@ class ResponseAssembly:
             self._response(server, index if server == rank and _is_local(source, rank) else -1, source, written_columns)
             for server, index, source in layout.response_sources(rank)
         ]
+        with_vectors = [response for response in self._responses if response.column_copies]
+        is_only = len(with_vectors) == 1 and with_vectors[0].is_whole(self.width)
+        self._whole = with_vectors[0] if is_only else None
 
     def received_sizes(self, request: OutgoingRequest) -> list[int]:
         """Number of values to receive from each rank."""
@@ -100,7 +107,11 @@ class ResponseAssembly:
 
     def assemble(self, request: OutgoingRequest, received: Tensor, local: Mapping[int, Sequence[Tensor]]) -> Vectors:
         """The vectors of a batch, from the received values and the responses that are not sent (`local`, by index)."""
-        pooled_BD = self._memory.allocate(request.batch_size, self.width, dtype=self.dtype)
+        whole_BD = local[self._whole.local_index][0] if self._whole else None
+        if whole_BD is not None and whole_BD.dtype == self.dtype:
+            pooled_BD = whole_BD
+        else:
+            whole_BD, pooled_BD = None, self._memory.allocate(request.batch_size, self.width, dtype=self.dtype)
         dims = [self._bags.tables[table].dim for table in self._tables]
         rows = [
             self._memory.allocate(count, dim, dtype=self.dtype)
@@ -113,7 +124,8 @@ class ResponseAssembly:
             else:
                 part_BD, *unpooled = response.split(request, received[read:])
                 read += response.numel(request)
-            vector_transport.scatter_columns(pooled_BD, part_BD, response.column_copies)
+            if whole_BD is None:
+                vector_transport.scatter_columns(pooled_BD, part_BD, response.column_copies)
             for stream, ((table, _, cols), part_UD) in enumerate(zip(response.unpooled, unpooled, strict=True)):
                 low, high = response.row_range(request, stream)
                 for (a, b), columns in zip(cols, part_UD.split([b - a for a, b in cols], 1), strict=True):
@@ -159,6 +171,9 @@ class ResponseAssembly:
         local: dict[int, list[Tensor]] = {}
         rests = [flat[len(prefix) :] for flat in by_rank]
         for response, size in zip(self._responses, sizes, strict=True):
+            if response is self._whole:
+                local[response.local_index] = [pooled_BD if pooled_BD.stride(1) == 1 else pooled_BD.contiguous()]
+                continue
             if response.local_index >= 0:
                 flat = self._memory.allocate(response.numel(request), dtype=self.dtype)
             else:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UserError
+from shardwright.kernels.rounding import splitmix64
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 SQUARE_FITS = 1 << 31  # products of two numbers below it fit in int64
@@ -88,6 +89,19 @@ class _SparseMap:
             return numbers
         index = torch.searchsorted(self._keys, numbers).clamp(max=len(self._keys) - 1)
         return torch.where(self._keys[index] == numbers, self._values[index], numbers)
+
+
+class GrowthOrder:
+    """Positions of the ids of a table that grows: a hash of 64 bits, scaled to its rows. Many ids have one position."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def positions(self, ids: Tensor) -> Tensor:
+        return ((splitmix64(ids.long()) >> 32 & 0xFFFFFFFF) * self.rows) >> 32
+
+    def ids(self, positions: Tensor) -> Tensor:
+        raise NotImplementedError("the ids of a table that grows are known to its shards only")
 
 
 def make_row_order(name: str, rows: int, hottest: Tensor | None = None) -> RowOrder:

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UserError
+from shardwright.kernels.rounding import row_keys, stochastic_round
 from shardwright.library import native_library
+from shardwright.spec.row_cache import IO_THREADS, RECORD_HEADER_BYTES
 
 SEGMENT_BYTES = 16 << 20
-IO_THREADS = 16
 DEAD_SHARE = 0.5  # of the records of a segment that is compacted
 COMPACTED_SEGMENTS = 2  # at most, for each segment that is written
 MAX_SEGMENTS = 256  # of live rows; each is an open file
-RECORD_HEADER_BYTES = 8
 FillRows = Callable[[Tensor, Sequence[Tensor]], None]  # writes the initial values of rows to these tensors
 
 
@@ -75,9 +75,17 @@ class DiskStore:
     """
 
     def __init__(
-        self, folder: Path, num_rows: int, parts: Sequence[Tensor], fill: FillRows, *, direct: bool = True
+        self,
+        folder: Path,
+        num_rows: int,
+        parts: Sequence[Tensor],
+        fill: FillRows,
+        *,
+        direct: bool = True,
+        rounding_key: int = 0,
     ) -> None:
-        """`parts`: tensors with the dtypes and row shapes of the lines. `direct`: bypass the page cache."""
+        """`parts`: tensors with the dtypes and row shapes of a stored row. `direct`: bypass the page cache.
+        `rounding_key`: of the stochastic rounding of weights that are wider on lines, whenever a line is written."""
         native = native_library()
         if native is None:
             raise UserError("tables on disk need the compiled kernels, which this installation does not have")
@@ -87,6 +95,8 @@ class DiskStore:
         if direct and not supports_direct(folder):
             raise UserError(f"the file system of {folder} does not support direct input and output; use another folder")
         self.folder, self.num_rows, self._native, self._fill = folder, num_rows, native, fill
+        self._parts = [part[:0] for part in parts]
+        self._rounding_key, self._num_rounded = rounding_key, 0
         row_bytes = sum(row_bytes_of(part) for part in parts)
         self._segment_bytes = max(SEGMENT_BYTES, num_rows * row_bytes // MAX_SEGMENTS)
         self._record_bytes = row_bytes + RECORD_HEADER_BYTES
@@ -97,7 +107,17 @@ class DiskStore:
         self._close = weakref.finalize(self, _close, native, self._log, folder)
         self._close.atexit = False  # a generator that is closed later may still use it
 
+    def empty_parts(self, num: int) -> list[Tensor]:
+        """Tensors for so many rows as they are stored."""
+        return [part.new_empty(num, *part.shape[1:]) for part in self._parts]
+
     def read(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
+        if parts_L[0].dtype != self._parts[0].dtype:
+            parts_U = self.empty_parts(len(rows_U))
+            self.read(rows_U, torch.arange(len(rows_U)), parts_U)
+            for part_L, part_U in zip(parts_L, parts_U, strict=True):
+                part_L[lines_U] = part_U.to(part_L.dtype)
+            return
         rows, lines, never = rows_U.contiguous(), lines_U.contiguous(), torch.empty_like(rows_U)
         pointers, parts = (rows.data_ptr(), lines.data_ptr(), len(rows)), _part_table(parts_L)
         call = self._native.shardwright_row_log_read
@@ -105,6 +125,11 @@ class DiskStore:
         self._fill_lines(rows[never[:num_never]], lines[never[:num_never]], parts_L)
 
     def write(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
+        if parts_L[0].dtype != self._parts[0].dtype:
+            self._num_rounded += 1
+            keys_U = row_keys(self._rounding_key, self._num_rounded, rows_U)
+            parts_L = [part_L[lines_U] for part_L in parts_L]
+            parts_L[0], lines_U = stochastic_round(parts_L[0], self._parts[0].dtype, keys_U), torch.arange(len(rows_U))
         rows, lines, parts, native = rows_U.contiguous(), lines_U.contiguous(), _part_table(parts_L), self._native
         pointers = rows.data_ptr(), lines.data_ptr(), len(rows)
         self._raise_if_failed(native.shardwright_row_log_write(self._log, *pointers, parts.ctypes.data, len(parts)) - 1)

@@ -234,7 +234,7 @@ def _update_columns(
     """`reference.update_column_shard`; compiled for plain row-wise AdaGrad, the usual optimizer."""
     if not isinstance(optimizer, RowWiseAdaGrad) or optimizer.clip or optimizer.weight_decay:
         yield from reference.update_column_shard(
-            optimizer, table.weight, state, gradient, (table.step, table.rounding_key, dim)
+            optimizer, table.weight, state, gradient, (table.step, table.rounding_key, dim), table.row_numbers
         )
         return
     rows_U, grad_UD = gradient
@@ -243,7 +243,7 @@ def _update_columns(
     state["sum"][rows_U] = sum_U
     rates_U = optimizer.lr / (sum_U.sqrt() + optimizer.eps)
     ids = Ids(rows_U, torch.tensor([0, len(rows_U)]), rates_U, [0], [POOLINGS.index("none")])
-    plain = TableState(table.weight, (), table.step, table.rounding_key)
+    plain = TableState(table.weight, (), table.step, table.rounding_key, row_numbers=table.row_numbers)
     embedding.update([plain], ids, [grad_UD.new_empty(1, 0), grad_UD], SGD(lr=1.0))
 
 

@@ -77,6 +77,9 @@ class TableState:
     rounding_key: int  # seeds its stochastic rounding
     is_trained: bool = True
     changed_rows: Tensor | None = None  # (E,) bool, set to True for the rows that an update changes
+    row_numbers: Tensor | None = (
+        None  # (E,) int64, by which 16-bit values are rounded, if `weight` has lines of a cache
+    )
 
 
 class KernelArguments:
@@ -116,8 +119,16 @@ def table_structs(tables: Sequence[TableState]) -> Any:
         first, second = (*states, 0, 0)[:2]
         dtype = DTYPES.index(weight.dtype)
         key = (table.rounding_key + 2**63) % 2**64 - 2**63
-        rows.append((weight.data_ptr(), first, second, *weight.shape, dtype, table.step, key, table.is_trained))
+        numbers = 0 if table.row_numbers is None else table.row_numbers.data_ptr()
+        rows.append(
+            (weight.data_ptr(), first, second, *weight.shape, dtype, table.step, key, table.is_trained, numbers)
+        )
     return np.array(rows, dtype=np.int64)
+
+
+def sized_structs(table_rows: Sequence[int]) -> Any:
+    """As `table_structs`, of tables of which only the numbers of rows are read."""
+    return np.array([(0, 0, 0, rows, 1, 1, 0, 0, 1, 0) for rows in table_rows], dtype=np.int64)
 
 
 def check_same_device(*tensors: Tensor | None) -> None:
@@ -198,6 +209,11 @@ def validate_state(tables: Sequence[TableState], optimizer: SparseOptimizer) -> 
             raise UserError(f"state with strides {[state.stride() for state in table.state]}; wanted contiguous")
         if table.is_trained and table.step < 1:
             raise UserError(f"a table's step is {table.step}; steps count from 1")
+        numbers = table.row_numbers
+        if numbers is None:
+            continue
+        if (numbers.dtype, *numbers.shape) != (torch.int64, len(weight)) or not numbers.is_contiguous():
+            raise UserError(f"row numbers are {numbers.dtype} {tuple(numbers.shape)}; wanted int64 ({len(weight)},)")
 
 
 def prepare_gradients(gradients: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:

@@ -21,6 +21,7 @@ from shardwright.kernels.arguments import (
     Ids,
     KernelArguments,
     check_materialized,
+    sized_structs,
     validate_ids,
 )
 from shardwright.kernels.native import lengths_to_offsets
@@ -43,7 +44,7 @@ def unique_rows(ids: Ids, table_rows: Sequence[int]) -> tuple[Tensor, list[int],
     rows, inverse = torch.empty_like(ids.values, dtype=torch.int64), torch.empty_like(ids.values, dtype=torch.int64)
     counts = torch.zeros(len(table_rows), dtype=torch.int64)
     call = KernelArguments(ids, [torch.empty(0)], [0] * len(table_rows))
-    tables = np.array([(0, 0, 0, count, 1, 1, 0, 0, 1) for count in table_rows], dtype=np.int64)
+    tables = sized_structs(table_rows)
     features, lookups = call.features.ctypes.data, call.lookups.ctypes.data
     bad_position = native.shardwright_distinct(
         tables.ctypes.data, len(table_rows), features, lookups, rows.data_ptr(), counts.data_ptr(), inverse.data_ptr()

@@ -88,6 +88,7 @@ def update(
         optimizer.kind,
         list(hyperparameters(optimizer).values()),
         [number for table in tables for number in (table.step, table.rounding_key, table.is_trained)],
+        [table.row_numbers for table in tables],
     )
     if any(table.changed_rows is not None for table in tables):
         for index, (start, end) in zip(ids.tables, ids.feature_ranges(), strict=True):
@@ -112,7 +113,8 @@ def _operators() -> torch.library.Library:
     operators.define(f"embedding_lookup(Tensor[] weights, {ids}, Tensor? id_weights, {features}) -> Tensor[]")
     operators.define(
         "embedding_update(Tensor(a!)[] weights, Tensor(b!)[] state, Tensor[] gradients, Tensor[] ordered, "
-        f"{ids}, Tensor? id_weights, {features}, str optimizer, float[] numbers, int[] steps) -> ()"
+        f"{ids}, Tensor? id_weights, {features}, str optimizer, float[] numbers, int[] steps, "
+        "Tensor?[] row_numbers) -> ()"
     )
     operators.define(f"embedding_weight_gradients(Tensor[] weights, Tensor[] gradients, {ids}, {features}) -> Tensor")
     operators.impl("embedding_lookup", _lookup_op, "CompositeExplicitAutograd")
@@ -153,20 +155,23 @@ def _run_lookup(vectors: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) 
 
 
 def _update_op(weights, state, gradients, sorted_lookups, *arguments) -> None:
-    *lookups, kind, settings, steps = arguments
+    *lookups, kind, settings, steps, row_numbers = arguments
     ids = validate_lookup(weights, Ids(*lookups))
     if kind not in OPTIMIZER_KINDS or len(settings) != len(HYPERPARAMETERS):
         raise UserError(
             f'optimizer "{kind}" with {len(settings)} numbers; wanted '
             f"{len(HYPERPARAMETERS)}{did_you_mean(kind, OPTIMIZER_KINDS)}"
         )
-    if len(state) % len(weights) or len(steps) != 3 * len(weights):
-        raise UserError(f"{len(state)} tensors of state and {len(steps)} numbers for {len(weights)} tables")
+    if len(state) % len(weights) or len(steps) != 3 * len(weights) or len(row_numbers) != len(weights):
+        raise UserError(
+            f"{len(state)} tensors of state, {len(steps)} numbers and {len(row_numbers)} tensors of row numbers for "
+            f"{len(weights)} tables"
+        )
     num_states, optimizer = len(state) // len(weights), from_hyperparameters(kind, settings)
     states = [
-        TableState(weight, state[t * num_states : (t + 1) * num_states], step, key, bool(is_trained))
-        for t, (weight, step, key, is_trained) in enumerate(
-            zip(weights, steps[0::3], steps[1::3], steps[2::3], strict=True)
+        TableState(weight, state[t * num_states : (t + 1) * num_states], step, key, bool(is_trained), None, numbers)
+        for t, (weight, step, key, is_trained, numbers) in enumerate(
+            zip(weights, steps[0::3], steps[1::3], steps[2::3], row_numbers, strict=True)
         )
     ]
     validate_state(states, optimizer)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardwright.errors import UserError
 from shardwright.kernels import row_kernels_triton
 from shardwright.kernels.arguments import DTYPES, Ids, TableState, vector_dtype
 from shardwright.kernels.cuda_copies import to_device
@@ -107,6 +108,8 @@ def update_all(
     sorted_lookups: Sequence[Tensor] | None = None,
 ) -> None:
     """One optimizer step of all trained tables, in place; one update launch per dtype of tables."""
+    if any(state.row_numbers is not None for state in states):
+        raise UserError("tables on a GPU have no lines of a cache yet: keep these tables in memory")
     weights = [state.weight for state in states]
     positions, starts, bags, first_chunks, runs_of_chunks = sorted_lookups or sort_lookups(weights, ids)
     if not ids.values.numel():

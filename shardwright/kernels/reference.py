@@ -83,13 +83,15 @@ def update(
     *,
     step: int,
     key: int = 0,
+    row_numbers: Tensor | None = None,
 ) -> None:
     """One optimizer step on the rows that have a gradient; `step` counts this table's updates from 1.
 
     The arithmetic is done in the gradient's dtype, which is also the state's. Weights of 16 bits are rounded
     stochastically, so that small steps are not lost; the random bits are a function of (key, step, row, column) alone.
+    `row_numbers` as in TableState.
     """
-    steps = update_column_shard(optimizer, weight_ED, state, gradient, (step, key, weight_ED.shape[1]))
+    steps = update_column_shard(optimizer, weight_ED, state, gradient, (step, key, weight_ED.shape[1]), row_numbers)
     sums_U = next(steps, None)
     while sums_U is not None:
         try:
@@ -104,11 +106,12 @@ def update_column_shard(
     state: Mapping[str, Tensor],
     gradient: tuple[Tensor, Tensor],
     step_key_dim: tuple[int, int, int],
+    row_numbers: Tensor | None = None,
 ) -> RowSumGenerator[None]:
     """`update` for some columns of a table, as a generator.
 
     It yields sums of squares over the shard's columns of each row and must be sent the sums over all columns.
-    `step_key_dim` is (step, key, columns of the full table).
+    `step_key_dim` is (step, key, columns of the full table); `row_numbers` as in TableState.
     """
     step, key, dim = step_key_dim
     rows_U, grad_UD = gradient
@@ -138,7 +141,8 @@ def update_column_shard(
             change_UD = lr * _partial_adam_direction(optimizer, state, rows_U, (grad_UD, squares_U / dim), step)
         case LAMB():
             change_UD = yield from _lamb_change(optimizer, weight_UD, state, rows_U, grad_UD, step)
-    weight_ED[rows_U] = stochastic_round(decayed_UD - change_UD, weight_ED.dtype, row_keys(key, step, rows_U))
+    keys_U = row_keys(key, step, rows_U if row_numbers is None else row_numbers[rows_U])
+    weight_ED[rows_U] = stochastic_round(decayed_UD - change_UD, weight_ED.dtype, keys_U)
 
 
 def num_row_sums(optimizer: SparseOptimizer) -> int:
@@ -259,10 +263,10 @@ def vectors_by_feature(vectors: Sequence[Tensor], ids: Ids, dims: Sequence[int])
     ]
 
 
-def check_ids(weights: Sequence[Tensor], ids: Ids) -> None:
-    """Raise IdOutOfRange for an id outside its table."""
+def check_ids(weights: Sequence[Tensor], ids: Ids, is_bounded: Sequence[bool] = ()) -> None:
+    """Raise IdOutOfRange for an id outside its table. `is_bounded`: by table, whether its ids are its rows."""
     for feature, ((values, _, _), table) in enumerate(zip(ids.split_by_feature(), ids.tables, strict=True)):
-        if values.numel():
+        if values.numel() and (not is_bounded or is_bounded[table]):
             low, high = (int(bound) for bound in torch.aminmax(values))
             if low < 0 or high >= weights[table].shape[0]:
                 raise IdOutOfRange(feature, low if low < 0 else high)
@@ -299,6 +303,7 @@ def update_all(tables: Sequence[TableState], ids: Ids, gradients: Sequence[Tenso
                 sum_by_row(rows, gradient),
                 step=table.step,
                 key=table.rounding_key,
+                row_numbers=table.row_numbers,
             )
 
 

@@ -131,10 +131,12 @@ class EmbeddingTables(nn.Module):
     def check(self, ids: Jagged) -> None:
         """Raise an error if an id is not a row of its table; works for tables on the meta device."""
         with self.naming_errors():
-            reference.check_ids(self.weights(), self.kernel_ids(ids))
+            reference.check_ids(self.weights(), self.kernel_ids(ids), [table.growth is None for table in self.tables])
 
     def lookup(self, ids: Jagged) -> Vectors:
         """Look up ids from `read` in the tables of this process; an id outside its table is an error."""
+        if growing := [table.name for table in self.tables if table.growth is not None]:
+            raise UserError(f'table "{growing[0]}" grows: look it up and train it in a job, build(model, plan)')
         with self.naming_errors():
             if torch.is_grad_enabled():
                 pooled, *sequences = embedding.lookup(self.weights(), self.kernel_ids(ids))

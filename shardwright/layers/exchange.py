@@ -87,11 +87,11 @@ class Exchange(Announcer, Protocol):
         """End a batch's use of the rows that `prefetch` copied; `update` does so itself. `written`: they changed."""
         ...
 
-    def lookup(self, ids: Any, /) -> Any:
+    def lookup(self, ids: Any, /, *, training: bool = False) -> Any:
         """Look up rows on this rank, without communication.
 
         Called by stage "lookup", after the update of the previous step. The result may be in buffers that the next
-        lookup overwrites.
+        lookup overwrites. `training`: an update of these rows follows; tables that grow count their uses.
         """
         ...
 

@@ -85,7 +85,7 @@ class LocalExchange:
     def release(self, ids: Jagged, *, written: bool) -> None:
         pass
 
-    def lookup(self, ids: Jagged) -> Vectors:
+    def lookup(self, ids: Jagged, *, training: bool = False) -> Vectors:
         return self._bags.lookup(ids)
 
     def reduce_in_host(self, looked_up: Vectors) -> Pending[Vectors]:

@@ -27,10 +27,11 @@ class TableWeights(nn.Module):
         self.rounding_key = derive_seed(f"{table.name}/rounding")  # of stochastic rounding
         self.changed_rows: Tensor | None = None  # (rows,) bool: changed since the last checkpoint; None: not tracked
         self.initial_state = getattr(optimizer, "initial", 0.0)
-        dtype = getattr(torch, table.dtype)
-        self.weight = nn.Parameter(torch.empty(table.rows, table.dim, dtype=dtype))
+        dtype, device = getattr(torch, table.dtype), "meta" if table.growth is not None else None  # rows come later
+        self.weight = nn.Parameter(torch.empty(table.rows, table.dim, dtype=dtype, device=device))
         for name, shape in state_shapes(optimizer, table.rows, table.dim).items() if optimizer else ():
-            self.register_buffer(name, torch.empty(shape, dtype=torch_state_dtype(table)), persistent=False)
+            state = torch.empty(shape, dtype=torch_state_dtype(table), device=device)
+            self.register_buffer(name, state, persistent=False)
         self._trained: bool | None = None  # requires_grad of a released weight; None: not released
         self.reset()
 
@@ -114,9 +115,12 @@ class TableWeights(nn.Module):
 
     def row_initializer(self) -> Callable[[Tensor], Tensor]:
         """`initial_rows` with the seed that torch has now."""
-        bound = self.table.init if self.table.init is not None else self.table.rows**-0.5
-        seed, dim, dtype = derive_seed(self._seed_name), self.table.dim, getattr(torch, self.table.dtype)
+        (seed, bound), dim, dtype = self.initial_numbers(), self.table.dim, getattr(torch, self.table.dtype)
         return lambda rows_U: uniform_rows(seed, rows_U, dim, bound, dtype)
+
+    def initial_numbers(self) -> tuple[int, float]:
+        """The seed of the initial values of rows, with the seed that torch has now, and their largest value."""
+        return derive_seed(self._seed_name), self.table.init if self.table.init is not None else self.table.rows**-0.5
 
 
 def torch_state_dtype(table: Table) -> torch.dtype:

@@ -1,27 +1,24 @@
-"""Measure the device of each rank, all at once: products, random rows, copies, codecs, the disk.
+"""Measure the device of each rank, all at once: products, random rows, copies, codecs.
 
-Shape legend: S segments of ids, B bags of a segment.
+Shape legend: S segments of ids, B bags of a segment, N ids, U distinct rows.
 """
 
 import os
 import platform
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
 from itertools import product as product_of
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shardwright.comm.codec import Bf16, Codec, Fp16, Int8
-from shardwright.errors import UserError
 from shardwright.kernels import embedding
 from shardwright.kernels.arguments import POOLINGS, Ids, TableState
+from shardwright.kernels.cache_index import CacheIndex
 from shardwright.kernels.dedup import bucketize_ids, gather_segments, unique_rows
 from shardwright.kernels.native import lengths_to_offsets, use_huge_pages
 from shardwright.library import native_library
@@ -117,6 +114,8 @@ def _timed_calls(device: torch.device) -> Iterator[tuple[str, str, tuple[int, ..
         yield "ids", "", (bytes_,), _message_call(bytes_, device)
         yield "ids.cut", "", (bytes_,), _bucketize_call(bytes_, device)
         yield "distinct", "", (bytes_,), _dedup_call(bytes_, device)
+        if device.type == "cpu" and native_library() is not None:
+            yield "place", "", (bytes_,), _place_call(bytes_)
     for (name, codec), bytes_ in product_of(TIMED_CODECS, CODEC_BYTES):
         x = torch.randn(bytes_ // 256, 64, device=device)
         yield "codec", name, (bytes_,), partial(_round_trip, codec, x)
@@ -199,6 +198,31 @@ def _dedup_call(bytes_: int, device: torch.device) -> Callable[[], object]:
     return deduplicate
 
 
+def _place_call(bytes_: int) -> Callable[[], object]:
+    """Deduplicates ids of bags for each table, and finds their lines in a cache that has all of them."""
+    rows = 1 << 13
+    ids = torch.randint(0, rows, (bytes_ // 8,))
+    bags = Ids(
+        ids,
+        torch.arange(0, len(ids) + 1, 4),
+        None,
+        range(FEATURES_PER_MESSAGE),
+        [POOLINGS.index("sum")] * FEATURES_PER_MESSAGE,
+    )
+    indices = [CacheIndex(2 * rows) for _ in range(FEATURES_PER_MESSAGE)]
+
+    def place() -> Tensor:
+        rows_U, counts, inverse_N = unique_rows(bags, [rows] * FEATURES_PER_MESSAGE)
+        lines_U = rows_U.clone()
+        for index, own_rows, own_lines in zip(indices, rows_U.split(counts), lines_U.split(counts), strict=True):
+            placed = index.place(own_rows)
+            own_lines.copy_(placed.lines_U)
+            index.release(placed.lines_U, written=True)
+        return lines_U[inverse_N]
+
+    return place
+
+
 def _round_trip(codec: Codec, x: Tensor) -> Tensor:
     return codec.decode(codec.encode(x), x.dtype)
 
@@ -232,33 +256,6 @@ def measure_memory(clock: Clock, device: torch.device, num_ranks: int) -> Tier:
     read_seconds = clock.sample((COPY_BYTES,), block.sum).seconds
     write_seconds = clock.sample((COPY_BYTES,), lambda: block.fill_(1.0)).seconds
     return Tier(name, bytes_, COPY_BYTES / read_seconds, COPY_BYTES / write_seconds)
-
-
-def measure_disk(clock: Clock, folder: Path, num_ranks: int) -> Tier:
-    """Disk of a folder that the ranks of a host share; bypasses the page cache where the system permits."""
-    try:
-        with tempfile.TemporaryFile(dir=folder, prefix=".measure-") as file:
-            write, read = _disk_seconds(clock, file)
-            return Tier("ssd", shutil.disk_usage(folder).free // num_ranks, COPY_BYTES / read, COPY_BYTES / write)
-    except OSError as error:
-        raise UserError(f"{folder}: its disk cannot be measured: {error.strerror}") from error
-
-
-def _disk_seconds(clock: Clock, file: IO[bytes]) -> tuple[float, float]:
-    block = os.urandom(1 << 20) * (COPY_BYTES >> 20)
-
-    def write() -> None:
-        file.seek(0)
-        file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-
-    def read() -> None:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        file.seek(0)
-        file.read()
-
-    return clock.sample((COPY_BYTES,), write).seconds, clock.sample((COPY_BYTES,), read).seconds
 
 
 def measure_host_copies(clock: Clock, device: torch.device) -> Iterator[Price]:

@@ -13,7 +13,7 @@ from shardwright.comm.mesh import Mesh, host_topology, is_emulated, select_devic
 from shardwright.errors import UserError
 from shardwright.kernels.matmul import library_in_use, preferred_library, use_library
 from shardwright.kernels.native import retain_freed_memory
-from shardwright.measure import device, network
+from shardwright.measure import device, disk, network
 from shardwright.measure.timing import Clock
 from shardwright.spec.cluster import Beside, Cluster, Device, Sample
 
@@ -68,7 +68,9 @@ def _measure(mesh: Mesh, name: str, folder: Path, report: Callable[[str], None],
     if own_device.type == "cuda":
         prices += device.measure_host_copies(clock, own_device)
         tiers.append(device.measure_memory(clock, torch.device("cpu"), num_local))
-    tiers.append(device.measure_disk(clock, folder, num_local))
+    disk_tier, page_price = disk.measure_disk(clock, folder, num_local)
+    tiers.append(disk_tier)
+    prices.append(page_price)
     device_spec = Device(
         device.device_name(own_device), "cuda" if own_device.type == "cuda" else "cpu", tuple(tiers), tuple(prices)
     )

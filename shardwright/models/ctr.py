@@ -23,11 +23,12 @@ from shardwright.models.dlrm import DLRM
 from shardwright.models.logistic import LogisticRegression
 from shardwright.models.wide_deep import WideDeep
 from shardwright.spec.optimizer import SparseOptimizer
-from shardwright.spec.workload import Feature, Table
+from shardwright.spec.workload import Feature, Growth, Table
 
 
 class ClickSource(Protocol):
-    """Interface of a click source: (name, rows, is multi-hot) of each feature; number of numeric features."""
+    """Interface of a click source: (name, rows, is multi-hot) of each feature; number of numeric features. It may have
+    `growth`: how tables grow, by feature."""
 
     @property
     def features(self) -> Sequence[tuple[str, int, bool]]: ...
@@ -41,10 +42,11 @@ def embedding_bags(
 ) -> EmbeddingBags:
     """A table per feature for each of `dims`, reading the same ids; multi-hot features are averaged."""
     tables, features = [], []
+    growth: Mapping[str, Growth] = getattr(source, "growth", {})
     for index, dim in enumerate(dims):
         for name, rows, multi_hot in source.features:
             table_name = name if index == 0 else f"{name}_{index}"
-            tables.append(Table(table_name, rows, dim, init=init))
+            tables.append(Table(table_name, rows, dim, init=init, growth=growth.get(name)))
             features.append(Feature(table_name, table_name, "mean" if multi_hot else "sum", ids=name))
     return EmbeddingBags(tables, features, optimizer)
 

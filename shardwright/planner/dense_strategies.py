@@ -16,7 +16,8 @@ from types import MappingProxyType
 
 from shardwright.errors import UserError, did_you_mean
 from shardwright.planner import search
-from shardwright.planner.memory import budget, dense_model
+from shardwright.planner.memory import budget, dense_model, row_tiers
+from shardwright.planner.memory.shortage import describe_shortage
 from shardwright.planner.pins import Pin
 from shardwright.planner.problem import REST_BLOCK, PlacedTables, Problem
 from shardwright.planner.search import Candidate
@@ -145,18 +146,17 @@ def evaluate_strategy(
 ) -> DenseCandidate:
     """The memory and step time of a strategy, with this placement of tables."""
     problem = apply_strategy(base_problem, strategy)
-    fast_id_shares = _fast_id_shares(problem, placed)
-    loads = tasks.rank_loads(problem, placed, fast_id_shares or [1.0] * len(problem.table_loads))
+    tiers = _split_rows(problem, placed)
+    loads = tasks.rank_loads(problem, placed, [table.found for table in tiers or row_tiers.whole_tables(problem)])
     seconds, _ = prediction.predict_step(problem, placed, loads, (ids_after,))
     peak, offloaded = dense_model.peak_memory(problem), dense_model.offloaded_bytes(problem)
     free_bytes = budget.memory_budget(problem).free_bytes[0]
-    return DenseCandidate(strategy, peak, offloaded, free_bytes, fast_id_shares is not None, seconds)
+    return DenseCandidate(strategy, peak, offloaded, free_bytes, tiers is not None, seconds)
 
 
-def _fast_id_shares(problem: Problem, placed: PlacedTables) -> list[float] | None:
-    """By table, the share of ids with rows in the fastest tier; None if there is no room."""
-    split = budget.split_rows_by_tier(problem, placed) if _has_room(problem) else None
-    return split[0] if split is not None else None
+def _split_rows(problem: Problem, placed: PlacedTables) -> list[row_tiers.RowTiers] | None:
+    """The tiers of every table; None if there is no room."""
+    return row_tiers.split_rows(problem, placed) if _has_room(problem) else None
 
 
 def _recompute_fewest(problem: Problem, placed: PlacedTables, strategy: DenseStrategy) -> DenseStrategy:
@@ -164,7 +164,7 @@ def _recompute_fewest(problem: Problem, placed: PlacedTables, strategy: DenseStr
     low, high = 0, len(strategy.dense.recompute)
     while high - low > 1:
         middle = (low + high) // 2
-        fits = _fast_id_shares(apply_strategy(problem, _limit_recompute(strategy, middle)), placed) is not None
+        fits = _split_rows(apply_strategy(problem, _limit_recompute(strategy, middle)), placed) is not None
         low, high = (low, middle) if fits else (middle, high)
     return _limit_recompute(strategy, high)
 
@@ -204,7 +204,7 @@ def place_tables_first(base_problem: Problem, pins: Mapping[str, Pin]) -> Candid
         except UserError:
             if problem is roomiest:
                 raise
-    raise UserError(budget.describe_shortage(roomiest))
+    raise UserError(describe_shortage(roomiest))
 
 
 def choose_strategy(candidate: Candidate, pins: Mapping[str, Pin]) -> tuple[Candidate, tuple[DenseCandidate, ...]]:

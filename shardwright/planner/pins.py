@@ -56,7 +56,7 @@ class LayerRequest:
 
     `pipeline`: the ranks of a pipeline, 1: none. `experts`: the ranks that experts are split over, 1: all experts on
     every rank. `expert_groups`: steps of their exchange; `expert_copies`: a CopyPolicy; `expert_exchange`: an
-    ExpertExchangeMode.
+    ExpertExchangeMode. `dense`: the parallelism strategy of the dense model.
     """
 
     pipeline: int = 0
@@ -65,3 +65,13 @@ class LayerRequest:
     expert_groups: int = 0
     expert_copies: str = ""
     expert_exchange: str = ""
+    dense: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TableRequest:
+    """What the user sets for all embedding tables. `balance`: the weights of work and of bytes sent that they are
+    placed by; None: several are tried. `accumulate`: batches of an optimizer step, whose rows are in memory at once."""
+
+    balance: tuple[float, float] | None = None
+    accumulate: int = 1

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from shardwright.errors import UserError, did_you_mean
 from shardwright.planner import dense_strategies, expert_split, pipelines, search
-from shardwright.planner.pins import LayerRequest, Pin, parse_pin
+from shardwright.planner.pins import LayerRequest, Pin, TableRequest, parse_pin
 from shardwright.planner.price.roofline import ResourceUsage, bytes_by_level
 from shardwright.planner.problem import PlacedTables, Precision, Problem
 from shardwright.planner.reasons import exact_precision, list_reasons
@@ -20,6 +20,7 @@ from shardwright.planner.tables.sharding import split_rows_by_order
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.lanes import EXPERT_LANES, LANES, PIPELINE_LANES
 from shardwright.spec.plan import TABLE_DTYPES, ExchangeMode, Placement, Plan, Rect, TablePlan, Wire
+from shardwright.spec.row_cache import FLOAT32_LINES
 from shardwright.spec.workload import Dtype, Workload, state_dtype, table_weight_dtype
 
 WIRE_DTYPES = MappingProxyType[str, Dtype]({"wire.fp16": "float16", "wire.bf16": "bfloat16"})
@@ -44,16 +45,16 @@ def make_plan(
     batch_size: int = 0,
     allow: Sequence[str] = (),
     pins: Mapping[str, str] | None = None,
-    dense_strategy: str = "",
     torchrec: bool = False,
     layers: LayerRequest | None = None,
+    tables: TableRequest | None = None,
 ) -> PlanningResult:
     """Plan a recommendation model.
 
-    `batch_size`: global batch size; 0: the workload's. `dense_strategy`: the only parallelism strategy of the dense
-    model to consider; empty: all. `torchrec`: plan within TorchRec's limits (`Problem`). `layers`: what the user pins
-    of a pipeline and of expert parallelism.
+    `batch_size`: global batch size; 0: the workload's. `torchrec`: plan within TorchRec's limits (`Problem`). `layers`:
+    what the user pins of the dense model, a pipeline and expert parallelism.
     """
+    layers, tables = layers or LayerRequest(), tables or TableRequest()
     parsed_pins = {name: parse_pin(text) for name, text in (pins or {}).items()}
     names = [table.name for table in workload.tables]
     for name in parsed_pins:
@@ -64,9 +65,12 @@ def make_plan(
         problem = search.define_problem(
             workload, cluster, batch_size or workload.batch_size, precision, torchrec=torchrec
         )
-        return replace(problem, dense_strategy=dense_strategy)
+        wide, accumulate = FLOAT32_LINES in allow, tables.accumulate
+        return replace(
+            problem, dense_strategy=layers.dense, balance=tables.balance, accumulate=accumulate, wide_lines=wide
+        )
 
-    exact, layers = exact_precision(workload), layers or LayerRequest()
+    exact = exact_precision(workload)
     lowest = lowest_precision(allow, cluster, exact)
     pipelines.check_request(define_problem(exact), layers)
     expert_split.check_request([*pipelines.layouts(define_problem(exact), layers)], layers)
@@ -218,7 +222,7 @@ def _to_table_plan(candidate: Candidate, number: int) -> TablePlan:
     problem, placed = candidate.problem, candidate.placed
     load = problem.placed_loads(placed)[number]
     table, dtype = load.table, table_weight_dtype(load.table, problem.precision.tables)
-    placement = Placement(candidate.tier_shares[number], dtype, state_dtype(table.dtype))
+    placement = Placement(candidate.tiers[number].shares, dtype, state_dtype(table.dtype))
     exchange: ExchangeMode = "vectors" if load.local_pooling is None else "rows"
     scheme = candidate.sharding(number).scheme
     if number in placed.data_parallel_tables:
@@ -238,8 +242,9 @@ def table_seconds(candidate: Candidate, table_number: int) -> float:
     """Seconds of a table's lookup and update, on the rank where they take longest."""
     data_parallel = (table_number,) if table_number in candidate.placed.data_parallel_tables else ()
     placed = PlacedTables.from_pairs(candidate.placed.units_by_table.get(table_number, []), data_parallel)
-    loads = tasks.rank_loads(candidate.problem, placed, candidate.fast_id_shares)
-    empty = tasks.rank_loads(candidate.problem, PlacedTables((), ()), candidate.fast_id_shares)
+    found = [table.found for table in candidate.tiers]
+    loads = tasks.rank_loads(candidate.problem, placed, found)
+    empty = tasks.rank_loads(candidate.problem, PlacedTables((), ()), found)
     return float((loads.lookup_R + loads.update_R - empty.lookup_R - empty.update_R).max())
 
 
@@ -275,5 +280,5 @@ def resource_usage(candidate: Candidate) -> ResourceUsage:
         memory_bytes=int(rows_R.max()),
         link_bytes=bytes_by_level(problem.cluster, traffic_RR),
         shared_link_bytes=bytes_by_level(problem.cluster, traffic_RR, shared=True),
-        host_copy_bytes=int(candidate.loads.slow_tier_bytes_R.max()),
+        host_copy_bytes=int(candidate.loads.moved_bytes_R.max()),
     )

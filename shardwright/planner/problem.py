@@ -81,7 +81,8 @@ class Problem:
     deduplicated rows), splits rows evenly by id, and has no replicas per host. `bottom_pace`, `top_pace`: measured over
     predicted seconds of these blocks, forward and backward. `axes`: of the mesh; empty: those of the cluster.
     `micro_batches`: equal parts of a local batch, one of which the prices are for. `chunk_ranks`: if this is a chunk of
-    a pipeline, the ranks that have it. `experts`: the mixtures whose experts are split over ranks.
+    a pipeline, the ranks that have it. `experts`: the mixtures whose experts are split over ranks. `balance`,
+    `accumulate`: as in TableRequest. `wide_lines`: weights of 16 bits are float32 on lines of a cache.
     """
 
     workload: Workload
@@ -101,6 +102,9 @@ class Problem:
     micro_batches: int = 1
     chunk_ranks: tuple[int, ...] = ()
     experts: tuple[SplitExperts, ...] = ()
+    wide_lines: bool = False
+    balance: tuple[float, float] | None = None
+    accumulate: int = 1
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:

@@ -54,7 +54,8 @@ def list_reasons(
         reason = "as pinned" if is_pinned else _describe_layout(candidate, number, load, average)
         yield (
             f"table {load.table.name}",
-            f"{reason}{_describe_replicas(candidate, number)}{_describe_row_exchange(candidate, number)}",
+            f"{reason}{_describe_replicas(candidate, number)}{_describe_row_exchange(candidate, number)}"
+            f"{_describe_tiers(candidate, number)}",
         )
     if replicated_candidate is not None and replicated_candidate.seconds >= candidate.seconds:
         yield "replicas", _compare_replication(candidate, replicated_candidate)
@@ -136,6 +137,19 @@ def _describe_row_exchange(candidate: Candidate, number: int) -> str:
         return ""
     share = 100 * search.row_exchange_share(problem, number, sharding)
     return f"; deduplicated row exchange ({share:.0f} % of the bytes of pooled vectors)"
+
+
+def _describe_tiers(candidate: Candidate, number: int) -> str:
+    shares, found = candidate.tiers[number].shares, candidate.tiers[number].found[0]
+    if len(shares) == 1:
+        return ""
+    rows, num_shards = candidate.problem.table_loads[number].table.rows, candidate.placed.num_row_shards(number)
+    *upper, last = (share.tier for share in shares)
+    in_cache = (shares[0].rows or 0) * num_shards
+    return (
+        f"; {' and '.join(upper)} does not hold all: a cache of {in_cache:,} rows ({100 * in_cache / rows:.2g} %) in "
+        f"{shares[0].tier}, where {100 * found:.0f} % of a batch's rows are found, the others in {last}"
+    )
 
 
 def _compare_replication(candidate: Candidate, replicated: Candidate) -> str:

@@ -7,7 +7,7 @@ from itertools import chain
 from shardwright.errors import UserError
 from shardwright.planner import expert_split, pipelines, search
 from shardwright.planner.chunks import check_blocks
-from shardwright.planner.memory import budget
+from shardwright.planner.memory import row_tiers
 from shardwright.planner.price.axis_groups import check_axes
 from shardwright.planner.problem import PlacedTables, PlacedUnit, Precision, Problem
 from shardwright.planner.search import Candidate
@@ -59,13 +59,16 @@ def reprice_plan(problem: Problem, plan: Plan) -> Candidate:
             placements += _placed_units(problem, number_of[table.table], table)
     placed = PlacedTables.from_pairs(placements, tuple(data_parallel))
     by_number = {number_of[table.table]: table for table in plan.tables}
-    rows = [_fast_rows(problem, placed, number, by_number[number]) for number in sorted(by_number)]
-    if not budget.fits_memory(problem, placed, rows):
+    rows = [_rows_by_tier(problem, placed, number, by_number[number]) for number in sorted(by_number)]
+    if not row_tiers.fits_memory(problem, placed, [*zip(*rows, strict=True)]):
         raise UserError(f"the plan does not fit the memory of {problem.cluster.name}")
-    fast_id_shares = tuple(
-        float(load.hot_id_share(num_rows)) for load, num_rows in zip(problem.placed_loads(placed), rows, strict=True)
+    tiers = tuple(
+        row_tiers.RowTiers(table.placement.tiers, row_tiers.found_by_tier(problem, load, own))
+        for table, load, own in zip(
+            (by_number[number] for number in sorted(by_number)), problem.placed_loads(placed), rows, strict=True
+        )
     )
-    loads = tasks.rank_loads(problem, placed, fast_id_shares)
+    loads = tasks.rank_loads(problem, placed, [table.found for table in tiers])
     choices = tuple(stages.IDS_AFTER) if plan.tables else tuple(stages.IDS_AFTER)[:1]  # without tables there are no ids
     matching = tuple(after for after in choices if tasks.required_stages(problem, loads, after) == plan.stages)
     return Candidate(
@@ -73,25 +76,25 @@ def reprice_plan(problem: Problem, plan: Plan) -> Candidate:
         search.Proposal(),
         placed,
         loads,
-        fast_id_shares,
-        tuple(by_number[number].placement.tiers for number in sorted(by_number)),
+        tiers,
         *prediction.predict_step(problem, placed, loads, matching or choices),
     )
 
 
-def _fast_rows(problem: Problem, placed: PlacedTables, number: int, table: TablePlan) -> int:
-    """How many rows of a table are in the fastest tier."""
-    rows = problem.table_loads[number].table.rows
-    tiers = [tier.name for tier in problem.cluster.device.tiers]
+def _rows_by_tier(problem: Problem, placed: PlacedTables, number: int, table: TablePlan) -> tuple[int, ...]:
+    """By tier, the rows of a table in it and in faster ones."""
+    rows, tiers = problem.table_loads[number].table.rows, [tier.name for tier in problem.cluster.device.tiers]
     for tier, _ in table.placement.tiers:
         if tier not in tiers:
             raise UserError(
                 f'table "{table.table}" has rows in tier "{tier}"; {problem.cluster.name} has {", ".join(tiers)}'
             )
-    first = table.placement.tiers[0]
-    if first.tier != problem.cluster.device.tiers[0].name:
-        return 0
-    return rows if first.rows is None else min(rows, first.rows * placed.num_row_shards(number))
+    shares = {share.tier: share.rows for share in table.placement.tiers}
+    within = [0]
+    for tier in tiers:
+        own = shares.get(tier, 0)
+        within.append(rows if own is None else min(rows, within[-1] + own * placed.num_row_shards(number)))
+    return tuple(within[1:])
 
 
 def _placed_units(problem: Problem, number: int, table: TablePlan) -> Iterator[PlacedUnit]:

@@ -16,6 +16,8 @@ import numpy as np
 
 from shardwright.errors import UserError
 from shardwright.planner.memory import budget
+from shardwright.planner.memory.row_tiers import RowTiers, split_rows
+from shardwright.planner.memory.shortage import describe_shortage
 from shardwright.planner.pins import Pin, matches_pin, pin_text, pinned_ranks
 from shardwright.planner.problem import PlacedTables, Precision, Problem
 from shardwright.planner.step import prediction, tasks
@@ -33,7 +35,7 @@ from shardwright.planner.tables.sharding import (
     make_table_loads,
 )
 from shardwright.spec.cluster import Cluster
-from shardwright.spec.plan import Dense, Share
+from shardwright.spec.plan import Dense
 from shardwright.spec.wire import ID_BYTES, LENGTH_BYTES, ROW_ID_BYTES
 from shardwright.spec.workload import Workload
 
@@ -66,8 +68,7 @@ class Candidate:
     proposal: Proposal
     placed: PlacedTables
     loads: RankLoads
-    fast_id_shares: tuple[float, ...]
-    tier_shares: tuple[tuple[Share, ...], ...]
+    tiers: tuple[RowTiers, ...]  # of each table
     seconds: float
     ids_after: str  # the stage after which the next batch's ids are sent
 
@@ -95,51 +96,57 @@ def find_best(problem: Problem, pins: Mapping[str, Pin] | None = None) -> Candid
     for free_bytes in dict.fromkeys((free[0], sum(free))) if free[0] > 0 else ():
         if (best := _best_within(problem, pins or {}, free_bytes)) is not None:
             return best
-    raise UserError(budget.describe_shortage(problem))
+    raise UserError(describe_shortage(problem))
 
 
 def _best_within(problem: Problem, pins: Mapping[str, Pin], free_bytes: float) -> Candidate | None:
     best: Candidate | None = None
-    evaluated: set[int] = set()
+    evaluated: dict[int, Candidate | None] = {}
     options = _ShardingOptions(problem, free_bytes)
     place = cache(partial(_place, options, pinned_ranks(problem, pins)))
-    for proposal in proposals(problem.cluster, torchrec=problem.torchrec):
-        placed = _place_proposal(options, proposal, pins, place)
-        if placed is None or id(placed) in evaluated:
-            continue
-        evaluated.add(id(placed))
-        candidate = evaluate(problem, proposal, placed)
-        if candidate is not None and (best is None or candidate.seconds < best.seconds * (1 - 1e-9)):
-            best = candidate
+    for proposal in proposals(problem.cluster, torchrec=problem.torchrec, balance=problem.balance):
+        for placed in _placements(options, proposal, pins, place):
+            if id(placed) not in evaluated:
+                evaluated[id(placed)] = evaluate(problem, proposal, placed)
+            candidate = evaluated[id(placed)]
+            if candidate is None:  # a tier is too small; smaller shards may fit
+                continue
+            if best is None or candidate.seconds < best.seconds * (1 - 1e-9):
+                best = candidate
+            break
     return best
 
 
-def proposals(cluster: Cluster, *, torchrec: bool = False) -> Iterator[Proposal]:
+def proposals(
+    cluster: Cluster, *, torchrec: bool = False, balance: tuple[float, float] | None = None
+) -> Iterator[Proposal]:
+    """`balance`: the only weights of work and of bytes sent to place tables by."""
+    all_weights = ((*balance, BALANCE_WEIGHTS[0][-1]),) if balance else BALANCE_WEIGHTS
+    make = partial(Proposal, balance_weights=all_weights[0])
     columns_first = (True, False) if len(cluster.levels) > 1 else (True,)
     replicated = (True, False) if cluster.num_ranks > 1 else (False,)
-    for work_share, replicate, first, weights in product(WORK_SHARES, replicated, columns_first, BALANCE_WEIGHTS):
+    for work_share, replicate, first, weights in product(WORK_SHARES, replicated, columns_first, all_weights):
         yield Proposal(work_share, replicate, first, weights)
     if cluster.num_ranks > 1:
-        yield Proposal(replicate_all_small=True)
+        yield make(replicate_all_small=True)
     if len(columns_first) > 1:
-        yield from (Proposal(replicate=replicate, hosts_first=True) for replicate in replicated)
+        yield from (make(replicate=replicate, hosts_first=True) for replicate in replicated)
     if torchrec:
         return
     for work_share, replicate in product(WORK_SHARES, replicated) if cluster.num_ranks > 1 else ():
-        yield Proposal(work_share, replicate, row_exchange_below=MAX_BYTES_SHARE)
+        yield make(work_share, replicate, row_exchange_below=MAX_BYTES_SHARE)
     for work_share, replicate in product(WORK_SHARES[2:], replicated) if len(columns_first) > 1 else ():
-        yield Proposal(work_share, replicate, row_exchange_below=MAX_BYTES_SHARE, replicas_below=MAX_BYTES_SHARE)
+        yield make(work_share, replicate, row_exchange_below=MAX_BYTES_SHARE, replicas_below=MAX_BYTES_SHARE)
 
 
 def evaluate(problem: Problem, proposal: Proposal, placed: PlacedTables) -> Candidate | None:
     """The candidate of this placement, with its predicted step; None if a memory tier is too small."""
-    split = budget.split_rows_by_tier(problem, placed)
-    if split is None:
+    tiers = split_rows(problem, placed)
+    if tiers is None:
         return None
-    fast_id_shares, tier_shares = split
-    loads = tasks.rank_loads(problem, placed, fast_id_shares)
+    loads = tasks.rank_loads(problem, placed, [table.found for table in tiers])
     step = prediction.predict_step(problem, placed, loads)
-    return Candidate(problem, proposal, placed, loads, tuple(fast_id_shares), tuple(tier_shares), *step)
+    return Candidate(problem, proposal, placed, loads, tuple(tiers), *step)
 
 
 def with_replicas(candidate: Candidate, pins: Mapping[str, Pin]) -> Candidate | None:
@@ -164,6 +171,7 @@ class _ShardingOptions:
 
     def __init__(self, problem: Problem, free_bytes: float) -> None:
         self.problem, self.free_bytes = problem, free_bytes
+        self.fast_bytes = budget.memory_budget(problem).free_bytes[0]  # which hold replicas
         self.unsharded = [unsharded_unit(problem, number) for number in range(len(problem.table_loads))]
         totals = map(sum, zip(*map(_unit_loads, self.unsharded), strict=True))
         self._average_loads = [total / problem.cluster.num_ranks for total in totals]
@@ -188,12 +196,15 @@ class _ShardingOptions:
     def _has_cheap_replicas(self, table_number: int, max_share: float) -> bool:
         """Whether replicas of a table take little memory and at most this share of the bytes between hosts."""
         num_replicas = self.problem.cluster.num_ranks // self.problem.cluster.ranks_per_host
+        if self.problem.table_loads[table_number].table.growth is not None:
+            return False
         is_small = self.unsharded[table_number].bytes_ <= SMALL_MEMORY_SHARE * self.free_bytes
         return is_small and replica_exchange_share(self.problem, table_number, num_replicas) <= max_share
 
     def choose_exchange(self, table_number: int, shardings: Sequence[Sharding], max_share: float) -> list[Sharding]:
         """The shardings, with row exchange where it takes at most this share of the bytes of vectors."""
-        if not max_share or self.problem.table_loads[table_number].local_pooling is not None:
+        load = self.problem.table_loads[table_number]
+        if not max_share or load.local_pooling is not None or load.table.growth is not None:
             return list(shardings)
         return [
             replace(
@@ -212,17 +223,16 @@ def _unit_loads(unit: ShardUnit) -> tuple[float, float]:
 Placer = Callable[[tuple[Sharding, ...], tuple[float, float, float]], PlacedTables | None]
 
 
-def _place_proposal(
+def _placements(
     options: _ShardingOptions, proposal: Proposal, pins: Mapping[str, Pin], place: Placer
-) -> PlacedTables | None:
-    """Place tables with ever smaller shards until all fit; None if even the smallest do not."""
+) -> Iterator[PlacedTables]:
+    """Placements of all tables with ever smaller shards."""
     for size_limit in SIZE_LIMITS:
         shardings = _choose_shardings(options, proposal, pins, size_limit * options.free_bytes)
         if shardings is None:
-            return None
+            return
         if (placed := place(tuple(shardings), proposal.balance_weights)) is not None:
-            return placed
-    return None
+            yield placed
 
 
 def _place(
@@ -232,7 +242,7 @@ def _place(
     weights: tuple[float, float, float],
 ) -> PlacedTables | None:
     """Place units with rows split by load; with hashed rows if they do not fit, or if some are in a slower tier."""
-    spills = options.free_bytes > budget.memory_budget(options.problem).free_bytes[0]
+    spills = options.free_bytes > options.fast_bytes
     for free_bytes in (0.0,) if spills else (options.free_bytes, 0.0):
         units_by_table = [options.units(number, sharding, free_bytes) for number, sharding in enumerate(shardings)]
         placed = placement.place_units(options.problem, units_by_table, weights, pinned, options.free_bytes)
@@ -261,7 +271,7 @@ def _choose_shardings(
         if pin is not None:
             shardings = _pinned_shardings(problem, load, pin)
             shardings = options.choose_exchange(number, shardings, proposal.row_exchange_below)
-        elif _is_replicated(problem, load, proposal, options.free_bytes):
+        elif _is_replicated(problem, load, proposal, options.fast_bytes):
             shardings = [DATA_PARALLEL]
         sharding = _first_fitting(options, number, shardings, max_bytes, proposal.max_work_share)
         if sharding is None:
@@ -349,7 +359,8 @@ def is_cheaper_data_parallel(problem: Problem, table_load: TableLoad, free_bytes
 
 
 def can_replicate(table_load: TableLoad, free_bytes: float) -> bool:
-    return table_load.num_values * table_load.weight_bytes <= SMALL_TABLE_SHARE * free_bytes
+    is_small = table_load.num_values * table_load.weight_bytes <= SMALL_TABLE_SHARE * free_bytes
+    return is_small and table_load.table.growth is None
 
 
 def _first_fitting(

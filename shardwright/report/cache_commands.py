@@ -7,9 +7,9 @@ import typer
 from rich.console import Console
 
 from shardwright.errors import UserError
-from shardwright.spec import presets
+from shardwright.spec import files, presets
+from shardwright.spec.row_cache import DISK
 
-DISK = "ssd"  # a cluster's tier
 MAX_AHEAD = 30  # batches that an index takes
 
 
@@ -23,6 +23,9 @@ def cache_sim(
     ahead: Annotated[int, typer.Option(min=1, max=MAX_AHEAD, help="Batches whose rows are known ahead.")] = 1,
     cluster: Annotated[str, typer.Option(help="A cluster file with a measured disk, for the time of misses.")] = "",
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("cache.html"),
+    write: Annotated[
+        Path | None, typer.Option(help="Also write the hits for the planner to this .json file: plan.hits=FILE.")
+    ] = None,
 ) -> None:
     """Simulate caches of table rows in front of a disk on a recipe's batches: hits by size and policy, and their cost.
 
@@ -38,6 +41,8 @@ def cache_sim(
     from shardwright.report import terminal
     from shardwright.runtime.run.cache_sizes import compare_sizes
 
+    if write is not None and write.suffix != ".json":
+        raise UserError(f"{write}: hits are written to a .json file; set --write to a name that ends in .json")
     if output.suffix != ".html":
         raise UserError(f"{output}: the page is an .html file; set --output to a name that ends in .html")
     shares = _parse_sizes(sizes)
@@ -56,6 +61,9 @@ def cache_sim(
         console.print(note, highlight=False)
     target = page.render(found, recipe, tiers.get(DISK), output)
     console.print(f"page  {target}", highlight=False, soft_wrap=True)
+    if write is not None:
+        files.write(found.recorded_hits(recipe), write)
+        console.print(f"hits  {write}", highlight=False, soft_wrap=True)
 
 
 def _parse_sizes(text: str) -> list[float]:

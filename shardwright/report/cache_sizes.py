@@ -53,7 +53,7 @@ def notes(sizes: CacheSizes, disk: Tier | None) -> Iterator[str]:
 def grids(sizes: CacheSizes, disk: Tier | None) -> tuple[tuple[str, Grid], ...]:
     names = [policy.name for policy in sizes.policies]
     rates = tuple(
-        (f"{100 * size.share:g} %", bytes_text(size.bytes_), *(f"{100 * size.hits[name].rate:.1f}" for name in names))
+        (f"{100 * size.share:g} %", bytes_text(size.bytes_), *(f"{100 * size.total(name).rate:.1f}" for name in names))
         for size in sizes.sizes
     )
     found = [("Hit rates (%)", Grid(("cache, share of rows", "memory", *names), rates))]
@@ -70,11 +70,11 @@ def hit_figure(sizes: CacheSizes) -> Figure:
     x = [100 * size.share for size in sizes.sizes]
     data = [
         plots.trace(
-            policy.name, x, [100 * size.hits[policy.name].rate for size in sizes.sizes], color=f"var(--hue{number})"
+            policy.name, x, [100 * size.total(policy.name).rate for size in sizes.sizes], color=f"var(--hue{number})"
         )
         for number, policy in enumerate(sizes.policies)
     ]
-    hits = next(iter(sizes.sizes[0].hits.values()))
+    hits = sizes.sizes[0].total(sizes.policies[0].name)
     bound = 100 * (1 - hits.new / max(1, hits.rows))
     layout = plots.figure_layout(
         xaxis=plots.axis(title={"text": "cache, % of the rows"}, rangemode="tozero"),

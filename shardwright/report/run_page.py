@@ -17,7 +17,9 @@ from typing import Any
 from shardwright.checkpoint.manifest import Manifest
 from shardwright.report import html_template, plots, step_times
 from shardwright.report.bubble import bubble_ratio
+from shardwright.report.caches_page import describe_caches
 from shardwright.report.experts_page import describe_experts
+from shardwright.report.growth_page import describe_growth
 from shardwright.report.html_template import Grid
 from shardwright.report.model_flops import flops_grid
 from shardwright.report.run_record import MachineWindow, Metrics, MetricsLine, RunRecord, read_record
@@ -61,7 +63,7 @@ def render(run: Path, *, output: Path | None = None) -> Path:
 def run_html(run: RunRecord) -> str:
     metrics = run.metrics
     curves = plots.curves(metrics, run.machine_windows)
-    experts = describe_experts(run)
+    experts, caches, growth = describe_experts(run), describe_caches(run), describe_growth(run)
     times = (plots.stage_figure(run.timeline), plots.gantt(run.timeline)) if run.timeline else ()
     return html_template.render_template(
         "page.html.j2",
@@ -84,13 +86,20 @@ def run_html(run: RunRecord) -> str:
         flops=flops_grid(run.model_flops, metrics) if run.model_flops else None,
         text=run.generated_text,
         experts=experts,
+        caches=caches,
+        growth=growth,
         blocks=block_grid(run.workload) if run.workload and run.workload.blocks else None,
         checkpoints=checkpoint_grid(run.checkpoints) if run.checkpoints else None,
         publications=checkpoint_grid(run.publications, "publication") if run.publications else None,
         why=Grid(("subject", "reason"), run.plan.why, num_text_columns=2) if run.plan and run.plan.why else None,
         config=settings_grid(run.config),
         environment=settings_grid(run.environment),
-        figures=(*curves, *times, *(experts.figures if experts else ())),
+        figures=(
+            *curves,
+            *times,
+            *(experts.figures if experts else ()),
+            *(section.figure for section in (caches, growth) if section),
+        ),
     )
 
 

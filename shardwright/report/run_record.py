@@ -15,6 +15,7 @@ from shardwright.checkpoint.manifest import Manifest
 from shardwright.checkpoint.step_directories import list_checkpoints, read_manifest
 from shardwright.errors import UserError, check_regular_file
 from shardwright.spec import files, table_checks
+from shardwright.spec.cache_record import CACHES_FILE, GROWTH_FILE, CacheWindow, GrowthWindow, read_windows
 from shardwright.spec.checks import raise_if_any
 from shardwright.spec.generated_text import GeneratedText
 from shardwright.spec.model_flops import ModelFlops
@@ -133,6 +134,8 @@ class RunRecord:
     model_flops: ModelFlops | None = None
     generated_text: GeneratedText | None = None
     routing: tuple[RoutedRows, ...] = ()
+    caches: tuple[CacheWindow, ...] = ()
+    growth: tuple[GrowthWindow, ...] = ()
 
 
 def read_record(path: Path) -> RunRecord:
@@ -162,6 +165,8 @@ def read_record(path: Path) -> RunRecord:
         model_flops=read_if_exists(ModelFlops, path / "model_flops.json"),
         generated_text=read_if_exists(GeneratedText, path / "generated.json"),
         routing=tuple(read_routing(path / ROUTING_FILE)) if (path / ROUTING_FILE).exists() else (),
+        caches=tuple(read_windows(path / CACHES_FILE, CacheWindow)),
+        growth=tuple(read_windows(path / GROWTH_FILE, GrowthWindow)),
     )
 
 

@@ -235,7 +235,10 @@ class StepBindings:
 
     def lookup_rows(self, slots: Slots) -> None:
         with torch.no_grad():
-            slots["looked"] = self.model.sparse.exchange.lookup(slots["ids"])
+            is_trained = self.training and self.model.sparse.trained
+            slots["looked"] = self.model.sparse.exchange.lookup(slots["ids"], training=is_trained)
+            if is_trained:
+                self.prefetched.add(slots["ids"])
 
     @accesses(reads=("looked",), writes=("vectors",))
     def exchange_vectors(self, slots: Slots) -> None:

@@ -19,7 +19,7 @@ from shardwright.embeddings.announcement import BatchAnnouncer
 from shardwright.embeddings.cached_shard import Caches
 from shardwright.embeddings.exchange import Lanes, ShardedTables
 from shardwright.embeddings.layout import build_layout
-from shardwright.embeddings.row_order import make_row_order
+from shardwright.embeddings.row_order import GrowthOrder, make_row_order
 from shardwright.errors import UserError
 from shardwright.kernels.matmul import library_in_use, preferred_library, use_library
 from shardwright.kernels.native import retain_freed_memory
@@ -41,6 +41,7 @@ from shardwright.runtime.user_loop import UserLoop
 from shardwright.spec.lanes import IDS, WIRE
 from shardwright.spec.pipeline import rank_chunks, rank_stages
 from shardwright.spec.plan import Plan
+from shardwright.spec.row_cache import FLOAT32_LINES, STEPS_IN_FLIGHT
 
 CODECS = MappingProxyType({"float64": Plain, "float32": Plain, "float16": Fp16, "bfloat16": Bf16})
 
@@ -107,7 +108,7 @@ def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Jo
     if not is_single_process(plan):
         use_library(check_agreement(model, plan, options.hottest, options.accumulate, RankGroup(mesh)))
         if sparse is not None:
-            shard_tables(sparse, plan, mesh, options.hottest)
+            shard_tables(sparse, plan, mesh, options)
     parts = plan.pipeline.micro_batches if plan.pipeline is not None else 1
     draws = _key_draws(model, plan, mesh.rank, parts)
     layout = dense_layout.distribute_dense(model, plan, mesh)
@@ -161,7 +162,7 @@ def _check_stages(model: nn.Module, plan: Plan) -> None:
     replace(plan, stages=stages).verify(contracts=StepBindings.contracts(model, stages, chunks))
 
 
-def shard_tables(sparse: EmbeddingTables, plan: Plan, mesh: Mesh, hottest: Mapping[str, Tensor]) -> None:
+def shard_tables(sparse: EmbeddingTables, plan: Plan, mesh: Mesh, options: _Options) -> None:
     """Shard the tables as planned; this rank keeps only its shards."""
     if mesh.device.type != "cpu":
         raise UserError(f"sharded tables on {mesh.device.type}: this version has them in host memory only")
@@ -177,12 +178,18 @@ def shard_tables(sparse: EmbeddingTables, plan: Plan, mesh: Mesh, hottest: Mappi
         needs_full_rows=needs_full_rows,
         ranks_per_host=ranks_per_host,
     )
-    orders = [make_row_order(plans[table.name].order, table.rows, hottest.get(table.name)) for table in sparse.tables]
+    orders = [
+        GrowthOrder(table.rows)
+        if table.growth is not None
+        else make_row_order(plans[table.name].order, table.rows, options.hottest.get(table.name))
+        for table in sparse.tables
+    ]
     lanes = Lanes(ids, wire, CODECS[plan.wire.vectors](), CODECS[plan.wire.gradients]())
     lines = [(index, cached_rows(plans[table.name])) for index, table in enumerate(sparse.tables)]
     lines_by_table = {index: num for index, num in lines if num is not None}
-    caches = Caches(lines_by_table) if lines_by_table else None
-    sparse.give_up(ShardedTables(sparse, layout, orders, lanes, mesh.device, caches))
+    caches = Caches(lines_by_table, in_float32=FLOAT32_LINES in plan.allow) if lines_by_table else None
+    in_flight = STEPS_IN_FLIGHT * options.accumulate
+    sparse.give_up(ShardedTables(sparse, layout, orders, lanes, mesh.device, caches, in_flight))
 
 
 def _sample_group(plan: Plan, mesh: Mesh, lane: str) -> Group:

@@ -18,19 +18,21 @@ from shardwright.checkpoint.reading import Checkpoint
 from shardwright.checkpoint.step_directories import checkpoint_path as step_folder
 from shardwright.comm.heartbeat import PeerLost
 from shardwright.embeddings.exchange import ShardedTables
+from shardwright.embeddings.growing_tables import growth_counts
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, check_batch
 from shardwright.kernels.cache_index import CacheCounts
 from shardwright.kernels.finite import NONFINITE_REMEDY, first_nonfinite_row, num_saturated
 from shardwright.kernels.matmul import library_in_use, use_library
 from shardwright.measure.describe import sparse_of
-from shardwright.planner.step.stages import evaluation_stages, has_prefetch
+from shardwright.planner.step.stages import evaluation_stages
 from shardwright.rectangle import loaded_chunks
 from shardwright.runtime.accumulation import GradientAccumulation
 from shardwright.runtime.bindings import StepBindings, trainable_names
+from shardwright.runtime.changed_rows import ChangedRows
 from shardwright.runtime.outputs import Output
 from shardwright.runtime.rank_group import ONE_RANK, RankGroup
-from shardwright.runtime.saving import ChangedRows, CheckpointState, Saver
+from shardwright.runtime.saving import CheckpointState, Saver
 from shardwright.runtime.state import LocalState, SavedState, State, restore_residuals
 from shardwright.runtime.user_loop import UserLoop, single_process_batches
 from shardwright.spec.pipeline import rank_schedule, rank_stages
@@ -194,8 +196,6 @@ class Job:
             raise UserError("a pipeline trains in job.run: its order of micro-batches is part of the plan")
         if self.plan.experts:  # the loss's share of the global batch is needed before gradients of experts mix
             raise UserError("expert parallelism trains in job.run: train there, or plan without it")
-        if has_prefetch(self.plan.stages):
-            raise UserError("tables with rows on disk train in job.run: train there, or plan with all rows in memory")
         if self._step.accumulation.num_micro_batches > 1:
             raise UserError("accumulate is for job.run: in a user training loop tables update in every backward pass")
         if self._user_loop is not None:
@@ -276,6 +276,12 @@ class Job:
         """By table with rows on disk: distinct rows of batches, and how many were missing in memory; on this rank."""
         exchange = self.model.sparse.exchange if sparse_of(self.model) is not None else None
         return exchange.cache_counts() if isinstance(exchange, ShardedTables) else {}
+
+    def growth_counts(self) -> dict[str, dict[str, int]]:
+        """By table that grows, on this rank: rows that it may have and has, entries of the map of ids, and rows that
+        have expired or were evicted so far."""
+        exchange = self.model.sparse.exchange if sparse_of(self.model) is not None else None
+        return growth_counts(exchange) if isinstance(exchange, ShardedTables) else {}
 
     def check_weights(self) -> int:
         """Raise the same error on every rank if a weight is NaN or infinite: tables, dense parameters and buffers.

@@ -14,8 +14,10 @@ from shardwright.comm.mesh import host_id, host_topology, world_size
 from shardwright.config import TrainSettings
 from shardwright.errors import UserError
 from shardwright.measure.describe import sparse_of
+from shardwright.runtime.supported import cached_rows
 from shardwright.spec import optimizer
 from shardwright.spec.plan import Plan
+from shardwright.spec.row_cache import FLOAT32_LINES, ID_MAP_BYTES, LINE_BYTES, ROW_INDEX_BYTES
 from shardwright.spec.workload import DTYPE_BYTES, Workload, state_dtype
 
 # How torch's CPU and CUDA allocators and numpy report the requested size.
@@ -54,7 +56,10 @@ def check_fits(workload: Workload, plan: Plan, model: nn.Module, rank: int, trai
     total = workload.table_bytes + workload.state_bytes
     largest = max(workload.tables, key=lambda table: table.rows * table.dim * DTYPE_BYTES[table.dtype])
     fitting = [name for name, saved in _savings(workload, needs) if need - saved <= available]
-    remedies = [*fitting, f"{-(-2 * total // max(1, available))} hosts like this one", "fewer rows or columns"]
+    remedies = [*fitting, f"{-(-2 * total // max(1, available))} hosts like this one"]
+    if all(cached_rows(table) is None for table in plan.tables):
+        remedies.append(f'plan.memory="{format_bytes(available / 2 / len(ranks))}" (other rows on disk)')
+    remedies.append("fewer rows or columns")
     raise UserError(
         f"the tables need {format_bytes(need)} of this host's memory ({purposes}), and "
         f"{format_bytes(available)} are available; "
@@ -68,25 +73,38 @@ def table_bytes_by_purpose(
 ) -> dict[str, int]:
     """Bytes that these ranks together still have to allocate for tables, by purpose; existing weights do not count."""
     shapes = {table.name: table for table in workload.tables}
-    weights = state = 0
+    weights = state = index = ids = copied_weights = copied_state = 0
     for planned in plan.tables:
-        table = shapes[planned.table]
+        table, lines = shapes[planned.table], cached_rows(planned)
         for rect in planned.rects:
             replicas = len(set(rect.ranks) & set(ranks))
             rows, dim = rect.rows[1] - rect.rows[0], rect.cols[1] - rect.cols[0]
-            weights += replicas * rows * dim * DTYPE_BYTES[planned.placement.weight_dtype]
-            if workload.optimizer is not None:
-                state_shapes = optimizer.state_shapes(workload.optimizer, rows, dim).values()
-                state += replicas * sum(map(prod, state_shapes)) * DTYPE_BYTES[state_dtype(table.dtype)]
+            dtype = planned.placement.weight_dtype
+            if lines is not None:
+                dtype = state_dtype(table.dtype) if FLOAT32_LINES in plan.allow else dtype
+                index += replicas * (min(rows, lines) * LINE_BYTES + rows * ROW_INDEX_BYTES)
+                rows = min(rows, lines)
+            if table.growth is not None:
+                ids += replicas * rows * ID_MAP_BYTES
+            weight_bytes = replicas * rows * dim * DTYPE_BYTES[dtype]
+            shapes_of_state = optimizer.state_shapes(workload.optimizer, rows, dim) if workload.optimizer else {}
+            state_bytes = replicas * sum(map(prod, shapes_of_state.values())) * DTYPE_BYTES[state_dtype(table.dtype)]
+            weights, state = weights + weight_bytes, state + state_bytes
+            if lines is None:  # rows on disk are copied in chunks
+                copied_weights, copied_state = copied_weights + weight_bytes, copied_state + state_bytes
     sparse = sparse_of(model)
     has_weights = sparse is not None and not any(parameter.is_meta for parameter in sparse.parameters())
     is_allocated = has_weights and world_size() == 1  # over several ranks, each copies its shards out of the tables
     needs = {} if is_allocated else {"weights": weights, "optimizer state": state}
-    needs |= {"the copy that a checkpoint is written from": weights + state}
+    if index:
+        needs["the index of rows on disk"] = index
+    if ids:
+        needs["the ids of tables that grow"] = ids
+    needs |= {"the copy that a checkpoint is written from": copied_weights + copied_state}
     if train.patience:
-        needs["the copy that the best state is written from"] = weights + state
+        needs["the copy that the best state is written from"] = copied_weights + copied_state
     if train.publish_every:
-        needs["the copy that is published"] = weights
+        needs["the copy that is published"] = copied_weights
     return needs
 
 

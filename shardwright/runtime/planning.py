@@ -4,6 +4,8 @@ One process holds all tables (`plan_single_process`). For several ranks, only `P
 """
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,25 +16,26 @@ from torch import nn
 from shardwright import config
 from shardwright.comm.mesh import host_topology, select_device, world_size
 from shardwright.config import PlanSettings, Settings
+from shardwright.config.overrides import apply_overrides
 from shardwright.data.sources.source import Source
 from shardwright.errors import UserError, did_you_mean
 from shardwright.jagged import Batch, check_batch
-from shardwright.kernels.cache_index import WAYS
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import describe, sparse_of
 from shardwright.measure.device import has_fast_bf16_matmul
-from shardwright.planner.pins import LayerRequest
+from shardwright.planner.pins import LayerRequest, TableRequest
 from shardwright.planner.plan import PlanningResult, make_plan
 from shardwright.planner.step import prediction
 from shardwright.planner.step.loop_cost import LoopCost
 from shardwright.planner.step.stages import NO_BODIES, ONE_RANK, ONE_RANK_GPU, step_stages, with_prefetch
 from shardwright.runtime.launch import launcher
 from shardwright.runtime.run import measure_loop, recipe
-from shardwright.runtime.supported import DISK
 from shardwright.spec import files, presets
+from shardwright.spec.cache_hits import with_recorded_hits
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Plan, Share, single_rank_plan
 from shardwright.spec.routing_trace import RoutingTrace, read_trace, with_recorded_shares
+from shardwright.spec.row_cache import DISK, WAYS
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
@@ -46,7 +49,7 @@ UNMEASURED_REASON = (
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
     """The input of the planner: workload, cluster, global batch size (0: the workload's) and settings; the recorded
-    routing that the workload has the shares of, if any."""
+    routing that the workload has the shares of, if any; the batches of an optimizer step."""
 
     workload: Workload
     cluster: Cluster
@@ -54,6 +57,7 @@ class PlanRequest:
     allow: tuple[str, ...]
     settings: PlanSettings
     trace: RoutingTrace | None = None
+    accumulate: int = 1
 
     def make_plan(self, *, torchrec: bool = False) -> PlanningResult:
         """Make the plan; `torchrec`: within TorchRec's limits."""
@@ -63,8 +67,8 @@ class PlanRequest:
             batch_size=self.batch_size,
             allow=self.allow,
             pins=self.settings.pins,
-            dense_strategy=self.settings.dense,
             torchrec=torchrec,
+            tables=TableRequest(self.settings.balance, self.accumulate),
             layers=LayerRequest(
                 pipeline=self.settings.pipeline,
                 micro_batches=self.settings.micro_batches,
@@ -72,6 +76,7 @@ class PlanRequest:
                 expert_groups=self.settings.expert_groups,
                 expert_copies=self.settings.expert_copies,
                 expert_exchange=self.settings.expert_exchange,
+                dense=self.settings.dense,
             ),
         )
 
@@ -101,6 +106,8 @@ def plan_for(
         pipeline=pipeline,
         micro_batches=micro_batches,
         experts=experts,
+        memory="",
+        balance=None,
         expert_copies="",
         expert_exchange="",
     )
@@ -145,6 +152,41 @@ def plan_single_process(model: nn.Module, workload: Workload, allow: Sequence[st
     return single_rank_plan(workload, stages=stages, allow=tuple(allow), fast_bf16=has_fast_bf16_matmul())
 
 
+def plan_within_memory(
+    model: nn.Module, workload: Workload, allow: Sequence[str], settings: PlanSettings, accumulate: int = 1
+) -> Plan:
+    """The plan of one process within `settings.memory`: the planner chooses which rows are in memory, and which are on
+    disk."""
+    cluster = _make_cluster(settings, 1, 1, 1)
+    result = PlanRequest(workload, cluster, 0, tuple(allow), settings, accumulate=accumulate).make_plan()
+    plan, tiers = plan_single_process(model, workload, allow), {t.table: t.placement.tiers for t in result.plan.tables}
+    lines = {name: shares[0].rows for name, shares in tiers.items() if shares[0].rows is not None}
+    if not lines:
+        return plan
+    chosen = [
+        (subject, reason) for subject, reason in result.plan.why if subject.startswith("table ") or subject == "memory"
+    ]
+    others = [(subject, reason) for subject, reason in plan.why if not subject.startswith("table ")]
+    unmeasured = () if settings.cluster else (UNMEASURED_REASON,)
+    return replace(keep_on_disk(plan, lines), why=(*unmeasured, *chosen, *others))
+
+
+def _make_cluster(settings: PlanSettings, num_hosts: int, ranks_per_host: int, num_ranks: int) -> Cluster:
+    """The cluster of the settings, with no more memory than they allow."""
+    memory = int(USABLE_MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    disk = shutil.disk_usage(tempfile.gettempdir()).total  # the same on all ranks of a host, at all times
+    cluster = (
+        presets.load_cluster(settings.cluster)
+        if settings.cluster
+        else presets.unmeasured_cluster(num_hosts, ranks_per_host, memory // ranks_per_host, disk // ranks_per_host)
+    )
+    if cluster.num_ranks != num_ranks:
+        raise UserError(
+            f"plan.cluster={settings.cluster} has {cluster.num_ranks} ranks, this job {num_ranks}; measure {num_ranks}"
+        )
+    return presets.limit_memory(cluster, config.parse_bytes(settings.memory)) if settings.memory else cluster
+
+
 def plan_over_ranks(
     workload: Workload,
     allow: Sequence[str],
@@ -160,18 +202,8 @@ def plan_over_ranks(
     a preset.
     """
     num_hosts, local = cluster_shape or host_topology()
-    num_ranks = num_hosts * local if cluster_shape else world_size()
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    cluster = (
-        presets.load_cluster(settings.cluster)
-        if settings.cluster
-        else presets.unmeasured_cluster(num_hosts, local, int(USABLE_MEMORY_SHARE * memory) // local)
-    )
-    if cluster.num_ranks != num_ranks:
-        raise UserError(
-            f"plan.cluster={settings.cluster} has {cluster.num_ranks} ranks, this job {num_ranks}; measure {num_ranks}"
-        )
-    result = PlanRequest(workload, cluster, 0, tuple(allow), settings).make_plan()
+    cluster = _make_cluster(settings, num_hosts, local, num_hosts * local if cluster_shape else world_size())
+    result = PlanRequest(workload, cluster, 0, tuple(allow), settings, accumulate=micro_batches).make_plan()
     plan = replace(result.plan, why=(*(() if settings.cluster else (UNMEASURED_REASON,)), *result.plan.why))
     best, loop_cost = result.candidate, measure(plan) if measure else None
     return plan, prediction.predict_timeline(
@@ -192,6 +224,8 @@ def plan_run(
     workload = _describe_first_batch(settings, source, model)
     if settings.plan.routing:
         workload = with_recorded_shares(workload, read_trace(settings.plan.routing))
+    if settings.plan.hits:
+        workload = with_recorded_hits(workload, settings.plan.hits)
     predicted = None
     if cluster_shape or world_size() > 1:
         # The first rank's prediction is written (RunDirectory.describe); the others keep shared cores and memory busy.
@@ -199,12 +233,21 @@ def plan_run(
         plan, predicted = plan_over_ranks(
             workload, settings.allow, settings.plan, cluster_shape, measure, settings.train.accumulate
         )
-    elif refused := [key for key in PlanSettings.model_fields if getattr(settings.plan, key)]:
-        raise UserError(f"plan.{refused[0]} is for several ranks; set ranks=2 or more, or drop it")
     else:
-        plan = plan_single_process(model, workload, settings.allow)
+        plan = _plan_one_rank(settings, model, workload)
     plan.verify(workload)
     return workload, plan, predicted
+
+
+def _plan_one_rank(settings: Settings, model: nn.Module, workload: Workload) -> Plan:
+    for_one_rank = ("memory", "hits", "cluster") if settings.plan.memory else ()
+    for key in PlanSettings.model_fields:
+        if getattr(settings.plan, key) and key not in for_one_rank:
+            hint = "set plan.memory too" if key in ("hits", "cluster") else "set ranks=2 or more"
+            raise UserError(f"plan.{key} is for several ranks; {hint}, or drop it")
+    if settings.plan.memory:
+        return plan_within_memory(model, workload, settings.allow, settings.plan, settings.train.accumulate)
+    return plan_single_process(model, workload, settings.allow)
 
 
 def preview(settings: Settings) -> tuple[Settings, Plan]:
@@ -221,17 +264,24 @@ def preview(settings: Settings) -> tuple[Settings, Plan]:
 def read_plan_request(source: str, overrides: Sequence[str], cluster: str, batch_size: int = 0) -> PlanRequest:
     """A plan request from a recipe's name, a TOML file, or a workload's JSON file."""
     if Path(source).suffix == ".json":
-        keys = config.apply_overrides({}, overrides)
+        keys = apply_overrides({}, overrides)
         workload = files.read(Workload, source)
         workload.verify()
         allow, plan = config.parse_planning(keys, source)
+        accumulate = 1
     else:
         settings = config.load(source, overrides)
+        accumulate = settings.train.accumulate
         workload, allow, plan = describe_recipe(settings), settings.allow, settings.plan
     trace = read_trace(plan.routing) if plan.routing else None
     if trace:
         workload = with_recorded_shares(workload, trace)
-    return PlanRequest(workload, presets.load_cluster(cluster), batch_size, tuple(allow), plan, trace)
+    if plan.hits:
+        workload = with_recorded_hits(workload, plan.hits)
+    machines = presets.load_cluster(cluster)
+    if plan.memory:
+        machines = presets.limit_memory(machines, config.parse_bytes(plan.memory))
+    return PlanRequest(workload, machines, batch_size, tuple(allow), plan, trace, accumulate)
 
 
 def describe_recipe(settings: Settings) -> Workload:

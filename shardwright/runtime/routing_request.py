@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from shardwright import config
+from shardwright.config.overrides import apply_overrides
 from shardwright.errors import UserError, did_you_mean
 from shardwright.layers.moe import EXPERTS
 from shardwright.measure.describe import describe_experts
@@ -45,7 +45,7 @@ class ExpertSizes:
 
 def analyse_trace(path: str, overrides: Sequence[str], cluster_name: str) -> RoutingGains:
     """The gains of recorded routing without a model: `shardwright plan ROUTING.jsonl`."""
-    keys = config.apply_overrides({}, overrides)
+    keys = apply_overrides({}, overrides)
     for key in keys:
         if key != "experts":
             raise UserError(f'{path}: key "{key}" is for a recipe{did_you_mean(key, ["experts"])}')

@@ -4,25 +4,22 @@ Phases, in the same order on all ranks: wait until the previous checkpoint is co
 errors); rank 0 creates the draft directory and broadcasts any error; all ranks begin to write.
 """
 
-import secrets
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor, nn
 
 from shardwright.checkpoint import step_directories
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.checkpoint.writing import IN_PROGRESS, PEER_FAILED, CheckpointWriter
 from shardwright.errors import UserError
 from shardwright.rectangle import Rectangle
+from shardwright.runtime.changed_rows import ChangedRows
 from shardwright.runtime.randomness import python_random_states
 from shardwright.runtime.rank_group import RankGroup
-from shardwright.runtime.state import LocalState, changed_row_masks, track_changes
+from shardwright.runtime.state import LocalState
 
 POLL_SECONDS = 10.0  # how long a rank waits for its own part between all-gathers of the ranks' results
 
@@ -31,37 +28,8 @@ class CheckpointState:
     """A job's state in a checkpoint; a `SavedState`."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.tensor_specs, self.fill = checkpoint.tensor_specs, checkpoint.fill
+        self.tensor_specs, self.fill, self.row_ids = checkpoint.tensor_specs, checkpoint.fill, checkpoint.row_ids
         self.numbers = {**checkpoint.numbers["job"], "ranks": checkpoint.numbers["ranks"]}
-
-
-class ChangedRows:
-    """The changed table rows of a job, for several savers: each writes the rows changed since its last checkpoint."""
-
-    def __init__(self) -> None:
-        self.lineage = ""  # id of consecutive states of this job; a new one after a load
-        self._missed_rows: dict[Saver, list[Tensor]] = {}  # changes not yet written that other savers have cleared
-        self.begin_lineage()
-
-    def begin_lineage(self) -> None:
-        """Start a new lineage: the next checkpoint does not continue the last one, and must be full."""
-        self.lineage = secrets.token_hex(8)
-
-    @contextmanager
-    def select_rows_for(self, saver: "Saver", model: nn.Module) -> Iterator[None]:
-        """A context in which the model's masks are the rows changed since this saver's last checkpoint.
-
-        At exit the masks are cleared; other savers keep the changes that they have not written.
-        """
-        masks = list(changed_row_masks(model))
-        for other_masks in (missed for other, missed in self._missed_rows.items() if other is not saver):
-            for other_mask, mask in zip(other_masks, masks, strict=True):
-                other_mask |= mask
-        for mask, missed in zip(masks, self._missed_rows.get(saver, ()), strict=False):
-            mask |= missed
-        yield
-        track_changes(model)
-        self._missed_rows[saver] = [torch.zeros_like(mask) for mask in changed_row_masks(model)]
 
 
 class Saver:

@@ -5,15 +5,15 @@ strict: a name that is missing or unexpected, or a tensor of another shape, is a
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.checkpoint.manifest import MODEL_PREFIX
 from shardwright.dense.full_state import local_shape, parameter_rectangle, parameter_shards, unshard_state
-from shardwright.embeddings import full_tables
+from shardwright.embeddings import full_tables, growing_tables
 from shardwright.embeddings.exchange import ShardedTables
 from shardwright.errors import UserError
 from shardwright.kernels.matmul import library_in_use
@@ -22,6 +22,7 @@ from shardwright.layers.embedding import ROUNDING_KEY, EmbeddingTables, find_tab
 from shardwright.layers.table_weights import TableWeights
 from shardwright.parameter_shard import ParameterShard
 from shardwright.rectangle import Rectangle, chunks, dtype_name, full_rectangle
+from shardwright.runtime.changed_rows import changed_row_masks
 from shardwright.runtime.optimizer_state import (
     OPTIMIZER,
     check_groups,
@@ -41,11 +42,13 @@ from shardwright.runtime.randomness import (
     torch_random_states,
 )
 from shardwright.runtime.rank_group import ONE_RANK, RankGroup
+from shardwright.spec.workload import MAX_GROWING_ROWS
 
 RANDOMS = (RANDOM, RANDOM_CUDA)
 RESIDUALS = "wire"  # error feedback residuals
 PER_RANK_NAMES = (*RANDOMS, RESIDUALS)  # state of a rank, not of the model: left out when names are compared
 TensorSpec = tuple[str, tuple[int, ...]]
+T = TypeVar("T")
 
 
 class SavedState(Protocol):
@@ -63,17 +66,26 @@ class SavedState(Protocol):
         """Copy the saved values into the tensors of these rectangles."""
         ...
 
+    def row_ids(self, name: str, removed: str) -> Tensor:
+        """The ids of the rows of a tensor that grows; `removed`: the name of the tensor of rows that have ended."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A state in memory, with full tensors."""
+    """A state in memory, with full tensors. `ids`: of tensors that grow, the ids of their rows in ascending order."""
 
     tensors: dict[str, Tensor]
     numbers: dict[str, Any]  # JSON values
+    ids: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        return _tensor_specs(self.tensors)
+        specs = _tensor_specs(self.tensors)
+        return specs | {name: (specs[name][0], (MAX_GROWING_ROWS, *specs[name][1][1:])) for name in self.ids}
+
+    def row_ids(self, name: str, removed: str) -> Tensor:
+        return self.ids[name]
 
     @torch.no_grad()
     def fill(self, rectangles: Sequence[Rectangle]) -> None:
@@ -84,7 +96,7 @@ class State:
                 continue
             saved = saved.view(1) if not saved.dim() else saved
             rows = torch.arange(*rect.rows) if isinstance(rect.rows, tuple) else rect.rows
-            values = saved[rows]
+            values = saved[torch.searchsorted(self.ids[rect.name], rows) if rect.name in self.ids else rows]
             copy_finite(rect.values, torch.cat([values[:, a:b] for a, b in rect.cols], 1) if rect.cols else values)
 
 
@@ -112,12 +124,16 @@ class LocalState:
         model, optimizer = self.model, self.optimizer
         tensors = _unshard_dense(model, _model_tensors(model) | optimizer_tensors(model, optimizer))
         tensors = self.ranks.broadcast_missing(tensors) | _sharded_tensors(model, full_tables.gather_state)
-        return State(tensors | torch_random_states(), self.numbers(step))
+        growing = _sharded_tensors(model, full_tables.gather_growing)
+        tensors |= {name: values for name, (_, values) in growing.items()}
+        ids = {name: own for name, (own, _) in growing.items()}
+        return State(tensors | torch_random_states(), self.numbers(step), ids)
 
     def numbers(self, step: int) -> dict[str, Any]:
         """The part of the state that is not tensors, as JSON values. All ranks call it."""
         numbers: dict[str, Any] = {"step": step, "random": python_random_states()}
         numbers |= {"tables": _table_optimizers(self.model), "products": library_in_use()}
+        numbers |= {"growth": growth} if (growth := _growth_numbers(self.model)) else {}
         optimizers = self.ranks.all_gather_json(optimizer_numbers(self.model, self.optimizer))
         optimizer = merge_optimizer_numbers(optimizers)
         return numbers | ({"optimizer": optimizer} if optimizer is not None else {})
@@ -188,8 +204,10 @@ class LocalState:
         for prefix, bags in _embedding_bags(model):
             if isinstance(bags.exchange, ShardedTables):
                 logical = _logical_names(prefix, bags)
+                growing_tables.load_ids(bags.exchange, logical, saved, saved.numbers.get("growth", {}).get(prefix))
                 tables = full_tables.table_rectangles(bags.exchange)
-                targets += [replace(shard, name=logical[shard.name]) for shard in tables]
+                shards = [replace(shard, name=logical[shard.name]) for shard in tables]
+                targets += [shard for shard in shards if not growing_tables.is_extra(shard)]
         saved.fill([target for target in targets if target.stored is None])
         for target in targets:
             _fill_stored(saved, target)
@@ -232,30 +250,6 @@ def restore_residuals(saved: SavedState, residuals: Sequence[Tensor], rank: int,
         residual.zero_()
 
 
-def track_changes(model: nn.Module) -> None:
-    """Record which table rows are updated from now on; clears earlier records."""
-    for _, bags in _embedding_bags(model):
-        if bags.optimizer is None:  # only the fused update records rows
-            continue
-        if isinstance(bags.exchange, ShardedTables):
-            full_tables.track_changes(bags.exchange)
-            continue
-        for table in bags.tables:
-            bags.holder(table.name).changed_rows = torch.zeros(table.rows, dtype=torch.bool)
-
-
-def changed_row_masks(model: nn.Module) -> Iterator[Tensor]:
-    """The masks of changed rows of all tables and table shards on this rank; writable."""
-    for _, bags in _embedding_bags(model):
-        table_masks = [bags.holder(table.name).changed_rows for table in bags.tables]
-        shard_masks = (
-            [mask for shards in bags.exchange.local_shards for mask in shards.changed_rows]
-            if isinstance(bags.exchange, ShardedTables)
-            else []
-        )
-        yield from (mask for mask in (*table_masks, *shard_masks) if mask is not None)
-
-
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors = {f"{MODEL_PREFIX}{name}": value for name, value in model.state_dict().items()}
     for prefix, bags in _embedding_bags(model):
@@ -282,9 +276,9 @@ def _unshard_dense(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
     return unsharded
 
 
-def _sharded_tensors(model: nn.Module, get: Callable[[ShardedTables], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The full tensors that `get` returns for sharded tables, by their names in a state."""
-    tensors: dict[str, Tensor] = {}
+def _sharded_tensors(model: nn.Module, get: Callable[[ShardedTables], dict[str, T]]) -> dict[str, T]:
+    """What `get` returns for the tensors of sharded tables, by their names in a state."""
+    tensors: dict[str, T] = {}
     for prefix, bags in _embedding_bags(model):
         if isinstance(bags.exchange, ShardedTables):
             names = _logical_names(prefix, bags)
@@ -300,7 +294,8 @@ def _logical_names(prefix: str, bags: EmbeddingTables) -> dict[str, str]:
     names = {}
     for name in full_tables.meta_state(bags.exchange):
         table, _, key = name.rpartition(".")
-        names[name] = f"{path}{modules[table]}.weight" if key == "weight" else prefix + name
+        is_published = key in ("weight", growing_tables.REMOVED)
+        names[name] = f"{path}{modules[table]}.{key}" if is_published else prefix + name
     return names
 
 
@@ -308,6 +303,16 @@ def _embedding_bags(model: nn.Module) -> Iterator[tuple[str, EmbeddingTables]]:
     """The embedding tables of the model, with the prefix of their optimizer state's names."""
     for path, tables in find_tables(model):
         yield f"tables.{path}.", tables
+
+
+def _growth_numbers(model: nn.Module) -> dict[str, Any]:
+    """What tables that grow have in common on all ranks, by the prefix of the tables."""
+    numbers = {
+        prefix: growing_tables.growth_numbers(bags.exchange)
+        for prefix, bags in _embedding_bags(model)
+        if isinstance(bags.exchange, ShardedTables)
+    }
+    return {prefix: own for prefix, own in numbers.items() if own}
 
 
 def _table_optimizers(model: nn.Module) -> dict[str, str]:

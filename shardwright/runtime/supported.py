@@ -5,9 +5,8 @@ from dataclasses import fields, replace
 
 from shardwright.errors import UserError
 from shardwright.spec.plan import TABLE_DTYPES, Plan, TablePlan, single_rank_table_plan, widest_dtype
+from shardwright.spec.row_cache import DISK
 from shardwright.spec.workload import Table
-
-DISK = "ssd"  # the memory tier
 
 
 def is_single_process(plan: Plan) -> bool:
@@ -54,6 +53,8 @@ def check_supported(plan: Plan, tables: Sequence[Table]) -> None:
 
 def _check_table(plan: Plan, planned: TablePlan, table: Table) -> Iterator[str]:
     """Yield the fields of a table's plan whose values this version does not support."""
+    if table.growth is not None:
+        yield from _check_growing(planned)
     if cached_rows(planned) is not None:
         yield from _check_cached(planned, table)
         planned = replace(
@@ -67,10 +68,20 @@ def _check_table(plan: Plan, planned: TablePlan, table: Table) -> Iterator[str]:
             yield f"{field.name} of table {planned.table}"
 
 
+def _check_growing(planned: TablePlan) -> Iterator[str]:
+    """Yield what this version does not support for a table that grows."""
+    if planned.order != "hash:0":
+        yield f"order of table {planned.table}, which grows"
+    if planned.travel != "vectors":
+        yield f"row exchange of table {planned.table}, which grows"
+    if any(len(rect.ranks) > 1 for rect in planned.rects):
+        yield f"replicas of table {planned.table}, which grows"
+    if cached_rows(planned) is not None:
+        yield f"rows on disk of table {planned.table}, which grows"
+
+
 def _check_cached(planned: TablePlan, table: Table) -> Iterator[str]:
     """Yield what this version does not support for a table with rows on disk."""
-    if planned.placement.weight_dtype not in ("float32", "float64"):
-        yield f"weight_dtype of table {planned.table}, which has rows on disk"
     if any(len(rect.ranks) > 1 for rect in planned.rects):
         yield f"replicas of table {planned.table}, which has rows on disk"
     if any(rect.cols != (0, table.dim) for rect in planned.rects):

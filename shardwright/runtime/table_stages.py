@@ -39,7 +39,7 @@ class PrefetchedRows:
 
 def disk_functions() -> Mapping[str, TableFunction]:
     """Of plans with rows on disk."""
-    return {"prefetch": _prefetch, "lookup": _lookup}
+    return {"prefetch": _prefetch, "lookup": _lookup, "update": _update}
 
 
 def host_functions() -> Mapping[str, TableFunction]:
@@ -52,11 +52,10 @@ def host_functions() -> Mapping[str, TableFunction]:
     }
 
 
-@accesses(reads=("ids",), writes=("near",))
+@accesses(reads=("ids", "state.lines"), writes=("near", "state.lines", "state.tables.idle"))
 def _prefetch(step: Any, slots: Slots) -> None:
-    ids = slots["ids"]
-    step.prefetched.add(ids)
-    slots.issue("near", step.model.sparse.exchange.prefetch(ids))
+    step.prefetched.add(slots["ids"])
+    slots.issue("near", step.model.sparse.exchange.prefetch(slots["ids"]))
 
 
 @accesses(reads=("ids", "near", "state.tables"), writes=("looked",))
@@ -65,6 +64,11 @@ def _lookup(step: Any, slots: Slots) -> None:
     step.lookup_rows(slots)
     if not (step.training and step.model.sparse.trained):
         step.prefetched.release([slots["ids"]])
+
+
+@accesses(reads=("ids", "near", "gradients.tables"), writes=("state.tables",))
+def _update(step: Any, slots: Slots) -> None:
+    step.update_tables(slots)
 
 
 @accesses(reads=("looked",), writes=("met",))

@@ -114,6 +114,7 @@ class UserLoop:
 
     def _release(self) -> None:
         """Drop the values of a batch: the hook of its vectors refers to them, a cycle that Python does not collect."""
+        self._step.prefetched.clear()
         if self._values is not None:
             self._values.micro_batches.clear()
         self._values = self._grad_nodes = None
@@ -158,7 +159,7 @@ class UserLoop:
             raise UserError("id weights get no gradient from tables on several ranks: detach them")
         self._is_looked_up = True
         values = self._announce(batch, features)
-        self._run("ids", "lookup", "meet", "vectors")
+        self._run("ids", "prefetch", "lookup", "meet", "vectors")
         with self._watch("vectors"):
             vectors = self._slots("forward")["vectors"]
         if sparse.trained:

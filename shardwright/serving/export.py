@@ -37,6 +37,7 @@ from shardwright.runtime.materialize import materialize
 from shardwright.runtime.run import recipe
 from shardwright.serving import manifest, program
 from shardwright.serving.manifest import (
+    IDS_SUFFIX,
     LOGIT,
     MANIFEST_FILE,
     PROBABILITY,
@@ -45,6 +46,8 @@ from shardwright.serving.manifest import (
     TABLES_FILE,
     TRANSFORMS_DIRECTORY,
     ExportManifest,
+    logical_rows,
+    removed_name,
 )
 from shardwright.spec import files
 
@@ -91,6 +94,8 @@ def export(
         raise UserError("the tables pool by id weights, which requests cannot have; use tables with weighted=False")
     if output.exists():
         raise UserError(f"{output}: exists; export to another folder")
+    if stored == "int8" and any(table.growth is not None for table in bags.tables):
+        raise UserError("tables=int8 is not for tables that grow; use float16, or leave it out")
     draft = output.with_name(f".{output.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     with closing(Checkpoint(step_directories.resolve_checkpoint(Path(checkpoint)))) as source:
@@ -126,6 +131,7 @@ def export(
                 tables,
                 "" if transforms is None else transforms.digest,
                 {name: manifest.file_digest(draft / name) for name in file_names},
+                _initial_numbers(source),
             )
             files.write(export_manifest, draft / MANIFEST_FILE)
             for path in (*draft.rglob("*"), draft):
@@ -138,17 +144,23 @@ def export(
     return export_manifest
 
 
+def _initial_numbers(source: Checkpoint) -> dict[str, tuple[int, float]]:
+    """By table that grows, the seed of its rows' initial values and the largest of these."""
+    growth = source.numbers.get("job", {}).get("growth", {})
+    return {name: (seed, bound) for own in growth.values() for name, (seed, bound) in own["initial"].items()}
+
+
 def _table_names(model: nn.Module, bags: EmbeddingTables, source: Checkpoint) -> dict[str, str]:
     """Each table's weight name in the checkpoint; raises an error if missing or of another shape."""
     path = next(name for name, module in model.named_modules() if module is bags)
     modules = [(name, module) for name, module in bags.named_modules() if isinstance(module, TableWeights)]
     names = {module.table.name: f"{MODEL_PREFIX}{path}.{name}.weight" for name, module in modules}
     for table in bags.tables:
-        spec = source.tensor_specs.get(names[table.name])
-        if spec is None or spec[1] != (table.rows, table.dim):
+        spec, rows = source.tensor_specs.get(names[table.name]), logical_rows(table)
+        if spec is None or spec[1] != (rows, table.dim):
             actual = "missing" if spec is None else f"{spec[1]}"
             raise UserError(
-                f'{source.path}: "{names[table.name]}" is {actual}; the model has {(table.rows, table.dim)}: '
+                f'{source.path}: "{names[table.name]}" is {actual}; the model has {(rows, table.dim)}: '
                 "it was saved by another model"
             )
     return names
@@ -159,37 +171,46 @@ def _write_tables(
 ) -> tuple[dict[str, StoredArray], dict[str, float]]:
     """Write the tables' file; returns where each array is stored, and each table's largest rounding error."""
     specs: dict[str, tuple[str, tuple[int, ...]]] = {}
+    rows_of: dict[str, tuple[int, int] | Tensor] = {}
     for table in sorted(bags.tables, key=lambda table: table.dim):  # tables of one dim are adjacent in the file
-        specs[table.name] = (stored or source.tensor_specs[names[table.name]][0], (table.rows, table.dim))
+        name, rows = names[table.name], table.rows
+        rows_of[table.name] = (0, rows)
+        if table.growth is not None:
+            ids = rows_of[table.name] = source.row_ids(name, removed_name(name))
+            rows = len(ids)
+            specs[table.name + IDS_SUFFIX] = ("int64", (rows, 1))
+        specs[table.name] = (stored or source.tensor_specs[name][0], (rows, table.dim))
         if stored == "int8":
             specs[table.name + SCALES_SUFFIX] = ("float32", (table.rows, 1))
     tensors, errors = arrays.allocate_file(path, specs), {}
     for table in bags.tables:
-        name = names[table.name]
+        name, rows = names[table.name], rows_of[table.name]
+        if isinstance(rows, Tensor):
+            tensors[table.name + IDS_SUFFIX].copy_(rows.unsqueeze(1))
         if not stored:
-            source.fill([full_rectangle(name, tensors[table.name])])
+            source.fill([Rectangle(name, (logical_rows(table), table.dim), tensors[table.name], rows)])
             check_finite(f'{source.path}: table "{table.name}"', tensors[table.name])
             continue
         errors[table.name] = 0.0
-        for rows, exact_RC in _read_row_chunks(source, name, table.rows):
-            check_finite(f'{source.path}: table "{table.name}" from row {rows[0]} on', exact_RC)
-            tensors[table.name][slice(*rows)], scales, error = quantize_rows(exact_RC.float(), stored)
+        for span, exact_RC in _read_row_chunks(source, name, rows):
+            check_finite(f'{source.path}: table "{table.name}" from row {span.start} on', exact_RC)
+            tensors[table.name][span], scales, error = quantize_rows(exact_RC.float(), stored)
             if scales is not None:
-                tensors[table.name + SCALES_SUFFIX][slice(*rows)] = scales
+                tensors[table.name + SCALES_SUFFIX][span] = scales
             errors[table.name] = max(errors[table.name], error)
     return arrays.describe_file(path, specs, tensors), errors
 
 
-def _read_row_chunks(source: Checkpoint, name: str, rows: int) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """Read a table in chunks of rows; yields the row range and values of each."""
-    name_of_dtype, (_, dim) = source.tensor_specs[name]
-    dtype = getattr(torch, name_of_dtype)
-    step = max(1, CHUNK_BYTES // (dim * dtype.itemsize))
-    for start in range(0, rows, step):
-        row_range = (start, min(start + step, rows))
-        values = torch.empty(row_range[1] - start, dim, dtype=dtype)
-        source.fill([Rectangle(name, (rows, dim), values, row_range)])
-        yield row_range, values
+def _read_row_chunks(source: Checkpoint, name: str, rows: tuple[int, int] | Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Read a table, or its rows with these ids, in chunks; yields the positions and the values of each."""
+    name_of_dtype, shape = source.tensor_specs[name]
+    dtype, num_rows = getattr(torch, name_of_dtype), rows[1] if isinstance(rows, tuple) else len(rows)
+    step = max(1, CHUNK_BYTES // (shape[1] * dtype.itemsize))
+    for start in range(0, num_rows, step):
+        span = slice(start, min(start + step, num_rows))
+        values = torch.empty(span.stop - start, shape[1], dtype=dtype)
+        source.fill([Rectangle(name, shape, values, (start, span.stop) if isinstance(rows, tuple) else rows[span])])
+        yield span, values
 
 
 def _write_dense(source: Checkpoint, model: Any, bags: EmbeddingTables, example: Batch, path: Path) -> None:

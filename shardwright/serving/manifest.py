@@ -2,18 +2,19 @@
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwright.checkpoint.manifest import StoredArray
 from shardwright.errors import UserError
 from shardwright.spec import files
-from shardwright.spec.workload import Feature, Table
+from shardwright.spec.workload import MAX_GROWING_ROWS, Feature, Table
 
 VERSION = 1
 MANIFEST_FILE, TABLES_FILE, PROGRAM_FILE = "served.json", "tables.safetensors", "dense.pt2"
 TRANSFORMS_DIRECTORY = "transforms"
 SCALES_SUFFIX = ".scales"  # after a table's name: the array of scales of its int8 rows
+IDS_SUFFIX = ".ids"  # after the name of a table that grows: the array of the ids of its rows
 PROBABILITY, LOGIT = "probability", "logit"
 
 
@@ -39,11 +40,22 @@ class ExportManifest:
     arrays: dict[str, StoredArray]  # of TABLES_FILE, by table, or by table with SCALES_SUFFIX
     transforms: str  # digest of the transforms; empty: requests have ids
     digests: dict[str, str]  # SHA-256 of all other files, by path
+    initial: dict[str, tuple[int, float]] = field(default_factory=dict)  # by table that grows: seed and largest value
 
     @property
     def table_bytes(self) -> int:
         """Bytes of all tables and scales."""
         return sum(a.shape[0] * a.shape[1] * int(a.dtype.strip("bfloatin")) // 8 for a in self.arrays.values())
+
+
+def logical_rows(table: Table) -> int:
+    """Rows of a table's tensor in checkpoints and publications."""
+    return table.rows if table.growth is None else MAX_GROWING_ROWS
+
+
+def removed_name(weight_name: str) -> str:
+    """The name, in checkpoints and publications, of the ids whose rows have ended."""
+    return f"{weight_name.removesuffix('weight')}removed"
 
 
 def read(folder: Path) -> ExportManifest:

@@ -1,6 +1,6 @@
 """The tables of an exported model: mapped into memory for lookups, with rows that updates replace.
 
-Shape legend: R rows, C columns.
+Shape legend: R rows, C columns, S spare lines.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,8 @@ from shardwright.kernels.native import lengths_to_offsets
 from shardwright.layers.embedding import EmbeddingBags, EmbeddingTables
 from shardwright.layers.embedding_dict import EmbeddingBagsDict
 from shardwright.rectangle import Rectangle
-from shardwright.serving.manifest import SCALES_SUFFIX, TABLES_FILE, ExportManifest
+from shardwright.serving.growing_table import GrowingTable
+from shardwright.serving.manifest import IDS_SUFFIX, SCALES_SUFFIX, TABLES_FILE, ExportManifest
 from shardwright.spec.workload import Table
 
 ARRAY_SUFFIXES = ("", SCALES_SUFFIX)
@@ -69,6 +70,14 @@ class MappedTables:
                 self._groups[dim] = _Int8TableGroup(*(arrays.memory_map(folder / TABLES_FILE, array) for array in pair))
                 tensors |= self._groups[dim].split(names, [served.arrays[name].shape[0] for name in names])
         self._values = {table.name: tensors[table.name] for table in served.tables}
+        self.growing = {
+            table.name: GrowingTable(
+                table, tensors[table.name + IDS_SUFFIX].flatten(), tensors[table.name], served.initial[table.name]
+            )
+            for table in served.tables
+            if table.growth is not None
+        }
+        self._values |= {name: table.values for name, table in self.growing.items()}
         self._scales = {table.name: tensors[table.name + SCALES_SUFFIX] for table in served.tables if self._groups}
         dtypes = {name: str(values.dtype).removeprefix("torch.") for name, values in self._values.items()}
         if self._scales:
@@ -76,9 +85,9 @@ class MappedTables:
         with torch.device("meta"):
             tables = [replace(table, dtype=dtypes[table.name]) for table in served.tables]
             self.bags = _make_bags(tables, served)
-        order = [table.name for table in served.tables]
-        self._weights = [self._values[name] for name in order]
-        self._table_index = [order.index(feature.table) for feature in served.bags]
+        self._order = [table.name for table in served.tables]
+        self._weights = [self._values[name] for name in self._order]
+        self._table_index = [self._order.index(feature.table) for feature in served.bags]
         self._pooling = [POOLINGS.index(feature.pooling) for feature in served.bags]
         self._buffers = BufferPool()
         dims = list(self._groups)  # each of the following tensors has an entry per feature
@@ -95,8 +104,27 @@ class MappedTables:
         ids = Ids(jagged.values, lengths_to_offsets(jagged.lengths), jagged.weights, self._table_index, self._pooling)
         with self.bags.naming_errors():
             weights, ids = self._dequantize_rows(ids) if self._scales else (self._weights, ids)
-            pooled, *sequences = embedding.lookup_into(self._buffers, weights, ids)
+            spares: dict[str, Tensor] = {}
+            try:
+                ids = self._place(ids, spares) if self.growing else ids
+                pooled, *sequences = embedding.lookup_into(self._buffers, weights, ids)
+            finally:
+                for name, spares_S in spares.items():
+                    self.growing[name].release(spares_S)
         return self.bags.vectors(pooled, sequences)
+
+    def _place(self, ids: Ids, spares: dict[str, Tensor]) -> Ids:
+        """The ids with lines in place of those of tables that grow; `spares` gets the lines to release, by table."""
+        values, ranges = ids.values.long().clone(), ids.feature_ranges()
+        for index, name in enumerate(self._order):
+            if name not in self.growing:
+                continue
+            own = [span for span, table in zip(ranges, ids.tables, strict=True) if table == index]
+            placed = self.growing[name].place(torch.cat([values[a:b] for a, b in own] or [values[:0]]))
+            for (a, b), lines in zip(own, placed.lines_N.split([b - a for a, b in own]), strict=True):
+                values[a:b] = lines
+            spares[name] = placed.spares_S
+        return replace(ids, values=values)
 
     def prepare_update(self, table: str, rectangle: Rectangle) -> list[RowUpdate]:
         """Round new rows to the table's stored dtype; the table is unchanged. Int8 rows need all columns."""
@@ -128,12 +156,15 @@ class MappedTables:
     def apply_updates(self, updates: Iterable[RowUpdate]) -> None:
         """Write new rows into the tables."""
         for update in updates:
-            _write_rows(self._values[update.table], update.rows, update.cols, update.values)
+            rows = update.rows
+            if update.table in self.growing and isinstance(rows, Tensor):
+                rows = self.growing[update.table].lines(rows)
+            _write_rows(self._values[update.table], rows, update.cols, update.values)
             if update.scales is not None:
                 _write_rows(self._scales[update.table], update.rows, slice(0, 1), update.scales)
 
     def full_table(self, name: str) -> Tensor:
-        """All rows of a table, dequantized if they are int8."""
+        """All rows of a table, dequantized if they are int8; of one that grows, all lines."""
         scales = self._scales.get(name)
         return self._values[name] if scales is None else self._values[name].to(scales.dtype) * scales
 

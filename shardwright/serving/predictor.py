@@ -27,7 +27,14 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch, check_batch, select
 from shardwright.rectangle import Rectangle
 from shardwright.serving import manifest, program
-from shardwright.serving.manifest import PROBABILITY, PROGRAM_FILE, TABLES_FILE, TRANSFORMS_DIRECTORY
+from shardwright.serving.growing_table import EndedRows
+from shardwright.serving.manifest import (
+    PROBABILITY,
+    PROGRAM_FILE,
+    TABLES_FILE,
+    TRANSFORMS_DIRECTORY,
+    logical_rows,
+)
 from shardwright.serving.mapped_tables import MappedTables, RowUpdate
 from shardwright.serving.request_ids import parse_id_samples
 
@@ -169,8 +176,10 @@ class Predictor:
         updates: list[RowUpdate] = []
         column_shards: dict[str, list[Rectangle]] = {}  # an int8 row needs all its columns for its scale
         dense: list[Rectangle] = []
+        ended = EndedRows(self.served, publication)
         for rect in publications.read_rectangles(path, publication):
             table = self._table_names.get(rect.name, "")
+            ended.add(rect)
             if table and rect.cols and self.served.stored == "int8":
                 column_shards.setdefault(table, []).append(rect)
             elif table:
@@ -182,6 +191,7 @@ class Predictor:
         course = publication.numbers["course"]
         start = time.perf_counter()
         with self._lock:
+            ended.remove_from(self.tables.growing)
             self.tables.apply_updates(updates)
             for rect in dense:
                 _write_rows(self._weights[rect.name], rect)
@@ -195,7 +205,7 @@ class Predictor:
     def _check_compatible(self, path: Path, publication: Manifest) -> None:
         """Raise an error if a publication is of a model with other shapes or transforms."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
-        shapes |= {self.served.names[table.name]: (table.rows, table.dim) for table in self.served.tables}
+        shapes |= {self.served.names[table.name]: (logical_rows(table), table.dim) for table in self.served.tables}
         for name, shape in shapes.items():
             entry = publication.tensors.get(name)
             if entry is None or entry.shape != shape:

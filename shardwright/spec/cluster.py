@@ -16,7 +16,8 @@ from shardwright.spec.checks import check_non_negative, check_positive, check_un
 
 ROW_OPS = ("gather", "rewrite", "lookup", "update", "lookup.near", "update.near", "columns")
 PRODUCTS = ("matmul", "matmul.across")
-OPERATIONS = (*PRODUCTS, *ROW_OPS, "ids", "ids.cut", "distinct", "codec", "calls", "host_to_device", "device_to_host")
+ID_OPS = ("ids", "ids.cut", "distinct", "place")
+OPERATIONS = (*PRODUCTS, *ROW_OPS, *ID_OPS, "pages", "codec", "calls", "host_to_device", "device_to_host")
 COLLECTIVES = (
     *("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "one_to_many", "many_to_one", "broadcast"),
     *("one_way", "both_ways", "all_at_once"),

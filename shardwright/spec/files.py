@@ -7,7 +7,6 @@ nothing is converted, repaired or ignored. The `verify` method of each dataclass
 import json
 import os
 import tomllib
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
 from functools import cache
@@ -85,9 +84,13 @@ def to_plain(value: object) -> dict[str, Plain]:
     return _adapter(type(value)).dump_python(value, mode="json", warnings=False)
 
 
-def digest(value: object, leave_out: Sequence[str] = ()) -> str:
-    """16 hex digits of a hash over all fields, but those in `leave_out`."""
-    data = {key: item for key, item in to_plain(value).items() if key not in leave_out}
+def digest(value: object) -> str:
+    """16 hex digits of a hash over all fields."""
+    return digest_plain(to_plain(value))
+
+
+def digest_plain(data: object) -> str:
+    """16 hex digits of a hash over plain values."""
     canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return sha256(canonical.encode()).hexdigest()[:16]
 

@@ -368,4 +368,5 @@ def single_rank_table_plan(table: Table, reduced_dtype: Dtype | None = None) -> 
     """One shard on rank 0 in dram, in the table's dtype; float32 weights are stored as `reduced_dtype`, if given."""
     rect = Rect(table.name, (0, table.rows), (0, table.dim), (0,))
     placement = Placement((Share("dram"),), table_weight_dtype(table, reduced_dtype), state_dtype(table.dtype))
-    return TablePlan(table.name, "id", (rect,), placement, scheme="table")
+    order = "id" if table.growth is None else "hash:0"
+    return TablePlan(table.name, order, (rect,), placement, scheme="table")

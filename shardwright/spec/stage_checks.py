@@ -2,7 +2,9 @@
 
 In each tick the stages run in list order; a stage with lead L works on the batch that is L ahead, so a batch runs the
 stages with the largest lead first. A per-batch slot has one writer and lives until its last reader. A "state." slot is
-shared by all batches, so a lead changes which version is read.
+shared by all batches, so a lead changes which version is read. "state.X.idle" is the part of "state.X" that no batch
+in flight uses: a stage may access it ahead of others if a slot that it writes holds what the batch uses, and if every
+stage that accesses "state.X" reads this slot.
 """
 
 import re
@@ -21,6 +23,7 @@ Check = Callable[["Plan", "Workload | None", "Mapping[str, Contract] | None"], I
 
 
 ORDERING_SLOT = "state.wire"  # has no value: stages that read it only wait for its writer
+IDLE = ".idle"  # after the name of a state
 
 
 def is_persistent(slot: str) -> bool:
@@ -143,6 +146,20 @@ def _shared_persistent_slots(slots: tuple[str, ...], others: tuple[str, ...]) ->
     return sorted(slot for slot in set(slots) & set(others) if is_persistent(slot))
 
 
+def unheld_state(plan: "Plan", *_: object) -> Iterator[str]:
+    """A stage moves idle parts of a state while another stage uses a part that it does not hold."""
+    for mover in plan.stages:
+        for state in sorted({slot.removesuffix(IDLE) for slot in mover.reads + mover.writes if slot.endswith(IDLE)}):
+            held = {slot for slot in mover.writes if not is_persistent(slot)}
+            for stage in plan.stages:
+                if state in stage.reads + stage.writes and not held & {*stage.reads, *stage.writes}:
+                    slots = " or ".join(f'"{slot}"' for slot in sorted(held))
+                    yield (
+                        f'stage "{mover.name}" moves what no batch in flight uses of "{state}", which stage '
+                        f'"{stage.name}" uses without reading {slots or "a slot that holds its part"}'
+                    )
+
+
 def misplaced_step_stage(plan: "Plan", *_: object) -> Iterator[str]:
     """Stages that run once a step run after the step's last micro-batch, except under the schedule of a pipeline."""
     if plan.pipeline is not None:
@@ -204,6 +221,7 @@ CHECKS: tuple[Check, ...] = (
     reader_ahead_of_writer,
     stale_read,
     early_write,
+    unheld_state,
     misplaced_step_stage,
     invalid_pipeline,
     broken_contract,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.errors import did_you_mean
 from shardwright.spec.checks import check_non_negative, check_positive, check_unique
+from shardwright.spec.row_cache import FLOAT32_LINES
 from shardwright.spec.stage_checks import Check, max_staleness
 from shardwright.spec.workload import DTYPE_BYTES, Dtype, Table, Workload, state_dtype
 
@@ -27,6 +28,7 @@ ALLOW_ENTRIES = (
     *(f"{what}.{name}" for what in ("tables", "wire") for name in DTYPE_SHORT_NAMES.values()),
     "dense.bf16",
     "optimizer.bf16",
+    FLOAT32_LINES,
     *INCREMENT_DTYPES,
 )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from shardwright.errors import did_you_mean
 from shardwright.spec import files, optimizer
@@ -14,6 +14,8 @@ from shardwright.spec.optimizer import SparseOptimizer
 
 Dtype = Literal["float64", "float32", "float16", "bfloat16"]
 Pooling = Literal["sum", "mean", "none"]
+MAX_GROWING_ROWS = (1 << 31) - 1  # rows in the shape of a tensor of a table that grows, whose rows have ids instead
+LATER_FIELDS = ("experts", "cache_hits")  # of a workload, which had a digest without them
 DTYPE_BYTES = MappingProxyType({"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2})
 
 
@@ -23,14 +25,30 @@ def state_dtype(dtype: Dtype) -> Dtype:
 
 
 @dataclass(frozen=True, slots=True)
+class Growth:
+    """How a table grows whose ids are any 64-bit numbers: an id gets a row of its own, up to the table's `rows`.
+
+    Before its `admit_after`-th occurrence an id has its initial values, which are not trained. A row that no batch has
+    used for `expire_after` batches ends (0: none does); an id that comes back starts anew. When all rows are taken,
+    those with the fewest uses end, which count half after every `half_life` batches.
+    """
+
+    admit_after: int = 1
+    expire_after: int = 0
+    half_life: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
-    """An embedding table, initialized uniformly in (-init, init); init=None: 1/sqrt(rows)."""
+    """An embedding table, initialized uniformly in (-init, init); init=None: 1/sqrt(rows). `growth`: None: its ids are
+    0 to rows - 1."""
 
     name: str
     rows: int
     dim: int
     dtype: Dtype = "float32"
     init: float | None = None
+    growth: Growth | None = None
 
 
 def table_weight_dtype(table: Table, reduced_dtype: Dtype | None) -> Dtype:
@@ -57,6 +75,14 @@ class FeatureStatistics:
     distinct_share: float  # distinct ids / ids, within one batch of the workload
     popularity: tuple[tuple[int, float], ...] = ()  # (k, share of all ids that read the k hottest rows)
     distinct: tuple[tuple[int, float], ...] = ()  # (batch size, distinct_share at that size), where counted
+
+
+@dataclass(frozen=True, slots=True)
+class CacheHits:
+    """Hits of a cache of a table's rows, as recorded: (number of lines, share of a batch's distinct rows found)."""
+
+    table: str
+    hits: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +149,7 @@ class Workload:
     optimizer: SparseOptimizer | None = None
     blocks: tuple[Block, ...] = ()
     experts: tuple[Mixture, ...] = ()
+    cache_hits: tuple[CacheHits, ...] = ()
 
     @property
     def table_bytes(self) -> int:
@@ -148,8 +175,12 @@ class Workload:
         return sum(block.parameter_bytes for block in self.blocks)
 
     def digest(self) -> str:
-        """A hash of all fields; a model without experts has the digest that it had before there were any."""
-        return files.digest(self, leave_out=() if self.experts else ("experts",))
+        """A hash of all fields; those that were added later count only where they have a value."""
+        plain: dict[str, Any] = {
+            name: value for name, value in files.to_plain(self).items() if value or name not in LATER_FIELDS
+        }
+        plain["tables"] = [{k: v for k, v in table.items() if k != "growth" or v} for table in plain["tables"]]
+        return files.digest_plain(plain)
 
     def verify(self) -> None:
         raise_if_any(message for check in CHECKS for message in check(self))
@@ -172,6 +203,12 @@ def table_faults(tables: Sequence[Table]) -> Iterator[str]:
     for table in tables:
         yield from check_positive(f'table "{table.name}"', rows=table.rows, dim=table.dim)
         yield from check_non_negative(f'table "{table.name}"', init=table.init or 0)
+        if table.growth is not None:
+            subject = f'table "{table.name}": growth'
+            yield from check_positive(subject, admit_after=table.growth.admit_after, half_life=table.growth.half_life)
+            yield from check_non_negative(subject, expire_after=table.growth.expire_after)
+            if table.rows > MAX_GROWING_ROWS // 2:  # with as many spare lines
+                yield f"{subject} up to {table.rows:,} rows; at most {MAX_GROWING_ROWS // 2:,} are allowed"
         if table.dtype not in DTYPE_BYTES:
             yield f'table "{table.name}" has dtype "{table.dtype}"; allowed: {", ".join(DTYPE_BYTES)}'
 
@@ -179,12 +216,18 @@ def table_faults(tables: Sequence[Table]) -> Iterator[str]:
 def feature_faults(features: Sequence[Feature], tables: Sequence[Table]) -> Iterator[str]:
     yield from check_unique("feature", (feature.name for feature in features))
     names = {table.name for table in tables}
+    growing = {table.name for table in tables if table.growth is not None}
     for feature in features:
         if feature.table not in names:
             yield f'feature "{feature.name}" reads unknown table "{feature.table}"{did_you_mean(feature.table, names)}'
         if feature.pooling not in get_args(Pooling):
             suggestion = did_you_mean(feature.pooling, get_args(Pooling))
             yield f'feature "{feature.name}" has pooling "{feature.pooling}"{suggestion}'
+        if feature.pooling == "none" and feature.table in growing:
+            yield (
+                f'feature "{feature.name}" is not pooled and reads table "{feature.table}", which grows: this version '
+                "pools the features of tables that grow"
+            )
 
 
 def _check_statistics(workload: Workload) -> Iterator[str]:
@@ -208,6 +251,20 @@ def statistics_faults(entry: FeatureStatistics) -> Iterator[str]:
     for (num, _), (next_num, share) in pairwise(((0, 1.0), *entry.distinct)):
         if not (num < next_num and 0 < share <= 1):
             yield f"{subject}: distinct has {share} for {next_num} samples; wanted growing sizes and shares up to 1"
+
+
+def _check_cache_hits(workload: Workload) -> Iterator[str]:
+    yield from check_unique("cache hits of table", (entry.table for entry in workload.cache_hits))
+    names = {table.name for table in workload.tables}
+    for entry in workload.cache_hits:
+        if entry.table not in names:
+            yield f'cache hits of unknown table "{entry.table}"{did_you_mean(entry.table, names)}'
+        for (num, share), (next_num, next_share) in pairwise(((0, 0.0), *entry.hits)):
+            if not (num < next_num and share <= next_share <= 1):
+                yield (
+                    f'cache hits of table "{entry.table}" do not grow from {num} lines, {share} to {next_num}, '
+                    f"{next_share}"
+                )
 
 
 def _check_optimizer(workload: Workload) -> Iterator[str]:
@@ -254,6 +311,7 @@ CHECKS = (
     _check_tables,
     _check_features,
     _check_statistics,
+    _check_cache_hits,
     _check_optimizer,
     _check_blocks,
     _check_experts,

@@ -189,7 +189,9 @@ def train_sharded(case: Case, steps: int = STEPS) -> tuple[list[list[np.ndarray]
         local = narrow(ids, begin, end)
         routed = sharded.route(local)
         with torch.no_grad():  # as `pool`, but the update needs the rows where the lookup has placed them
-            looked_up = sharded.exchange_vectors(sharded.reduce_in_host(sharded.lookup(routed)).wait()).wait()
+            looked_up = sharded.exchange_vectors(
+                sharded.reduce_in_host(sharded.lookup(routed, training=True)).wait()
+            ).wait()
         vectors.append([tensor.numpy().copy() for tensor in looked_up.tensors()])
         gradients = slice_vectors(case.gradients(step, bags.blank(ids, "cpu")), ids, begin, end)
         received = sharded.exchange_gradients(routed, gradients).wait()

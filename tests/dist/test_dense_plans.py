@@ -18,6 +18,7 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.measure.describe import block_names, describe
 from shardwright.parameter_shard import shard_of
+from shardwright.planner.pins import LayerRequest
 from shardwright.planner.plan import make_plan
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
@@ -317,7 +318,7 @@ def names_outside_the_plan(strategy: str, accumulate: int) -> set[str]:
         model = make_model(RowWiseAdaGrad(0.1), "float32")
         batches = [batch(step, dtype=torch.float32) for step in range(4)]
         cluster = presets.unmeasured_cluster(2, 2, 1 << 33)
-        plan = make_plan(describe(model, batches[0]), cluster, dense_strategy=strategy).plan
+        plan = make_plan(describe(model, batches[0]), cluster, layers=LayerRequest(dense=strategy)).plan
         job = build(model, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01), accumulate=accumulate)
         stack.callback(job.mesh.close)
         list(job.run(local_batch(whole, job) for whole in batches))

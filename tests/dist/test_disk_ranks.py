@@ -50,6 +50,37 @@ def train(world: int, optimizer, dtype: str, travel, folder, disk: bool):
     return losses, states, counts
 
 
+def train_in_own_loop(world: int, disk: bool):
+    """Losses of a user training loop, in which some batches have no backward pass, and the final tables."""
+    model = make_model(Adam(0.01))
+    plan = shard_plan(single_plan(model, batch(0)), world, "vectors", "float64", table_plans(world, "vectors"))
+    plan = keep_on_disk(plan, {"t2": LINES[world]}) if disk else plan
+    job = build(model, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01))
+    start, stop = SIZE * job.mesh.rank // world, SIZE * (job.mesh.rank + 1) // world
+    losses = []
+    for step, local in enumerate(job.loader(take(batch(step), start, stop) for step in range(STEPS))):
+        loss = job.model.loss(job.model(local), local)
+        losses.append(loss.detach())
+        with torch.no_grad():
+            losses.append(job.model(take(batch(step + 50), start, stop)))
+        if step % 4 != 2:
+            job.optimizer.zero_grad()
+            loss.backward()
+            job.optimizer.step()
+    state, counts = job.state().tensors, job.cache_counts()
+    job.mesh.close()
+    return losses, {name: x for name, x in state.items() if not x.is_meta}, counts
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_a_user_loop_equals_one_with_tables_in_memory(ranks, world):
+    memory, disk = (ranks.run(world, train_in_own_loop, world, disk) for disk in (False, True))
+    for (losses, state, _), (losses_disk, state_disk, counts) in zip(memory, disk, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(losses, losses_disk, strict=True))
+        assert state.keys() == state_disk.keys() and all(torch.equal(state[name], state_disk[name]) for name in state)
+        assert counts["t2"].missing > 0
+
+
 @pytest.mark.parametrize("world", (1, 2, 3))
 @pytest.mark.parametrize("travel", ("vectors", "rows"))
 @pytest.mark.parametrize("optimizer", (RowWiseAdaGrad(0.1), Adam(0.01)), ids=lambda optimizer: optimizer.kind)

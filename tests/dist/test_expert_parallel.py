@@ -271,7 +271,7 @@ def planned(layers: LayerRequest, strategy: str, num_ranks: int = 4) -> Plan:
     """The planner's plan of the model, on as many ranks of two hosts."""
     cluster = presets.unmeasured_cluster(2, num_ranks // 2, 1 << 33)
     workload = describe(make_model(), tokens(0))
-    return make_plan(workload, cluster, layers=layers, dense_strategy=strategy).plan
+    return make_plan(workload, cluster, layers=replace(layers, dense=strategy)).plan
 
 
 def run_planned(plan: Plan) -> tuple:

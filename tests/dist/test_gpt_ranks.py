@@ -19,6 +19,7 @@ from shardwright.layers.decoder import GPT2, QWEN3, DecoderForm
 from shardwright.layers.loss import IGNORED
 from shardwright.measure.describe import block_names, describe
 from shardwright.models.gpt import GPT
+from shardwright.planner.pins import LayerRequest
 from shardwright.planner.plan import make_plan
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
@@ -207,7 +208,7 @@ def issued_on_rank(strategy: str) -> tuple[list[str], list[str]]:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         patch.setenv("LOCAL_RANK", str(int(os.environ["RANK"]) % 2))
         model, cluster = make_model(form=replace(GPT2, tied=False)).float(), presets.unmeasured_cluster(2, 2, 1 << 33)
-        plan = make_plan(describe(model, tokens(0)), cluster, dense_strategy=strategy).plan
+        plan = make_plan(describe(model, tokens(0)), cluster, layers=LayerRequest(dense=strategy)).plan
         job = build(model, plan, optimizer=adam)
         stack.callback(job.mesh.close)
         list(job.run(tokens(step, 3 * job.mesh.rank, 3 * job.mesh.rank + 3) for step in range(3)))

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import UserError
-from shardwright.kernels.cache_index import LFU, LRU, WAYS, CacheIndex
+from shardwright.kernels.cache_index import LFU, LRU, CacheIndex
+from shardwright.spec.row_cache import WAYS
 
 
 def set_of(row: int, num_sets: int) -> int:

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from shardwright.cli import app
 from shardwright.embeddings.cache_simulation import TableAccesses, num_lines, policies, simulate
 from shardwright.errors import UserError
-from shardwright.kernels.cache_index import WAYS
 from shardwright.report.cache_commands import cache_sim
+from shardwright.spec.row_cache import WAYS
 
 ROWS = 90
 BY_NAME = {policy.name: policy for policy in policies(half_life=3, ahead=2)}

@@ -10,6 +10,7 @@ from test_planner import make_cluster, scale_price
 from shardwright.errors import UserError
 from shardwright.planner import dense_strategies, reprice, search
 from shardwright.planner.memory import budget, dense_model
+from shardwright.planner.pins import LayerRequest
 from shardwright.planner.plan import make_plan
 from shardwright.planner.price import primitives
 from shardwright.planner.problem import PlacedTables, Precision, Problem
@@ -151,7 +152,7 @@ def test_the_stages_of_every_strategy_are_in_a_valid_order(strategy):
     large = tuple(replace(block, parameter_bytes=block.parameter_bytes << 12) for block in three_blocks().blocks)
     problem = make_problem(replace(three_blocks(), blocks=large), make_cluster(2, 2, dram=1e9), strategy)
     placement = dense_strategies.place_tables_first(replace(problem, expand_blocks=False), {}).placed
-    loads = tasks.rank_loads(problem, placement, [1.0])
+    loads = tasks.rank_loads(problem, placement, [(1.0,)])
     timeline = prediction.predict_timeline(problem, placement, loads, "read")
     timeline.verify()
     events = [event for event in timeline.events if (event.rank, event.step) == (0, 4)]
@@ -213,7 +214,7 @@ def test_full_recomputing_adds_the_time_of_a_forward_pass():
     for name, problem in problems.items():
         placement = dense_strategies.place_tables_first(replace(problem, expand_blocks=False), {}).placed
         seconds[name], _ = prediction.predict_step(
-            problem, placement, tasks.rank_loads(problem, placement, [1.0]), ("read",)
+            problem, placement, tasks.rank_loads(problem, placement, [(1.0,)]), ("read",)
         )
     assert seconds["DDP + full"] - seconds["DDP"] == pytest.approx(forward, rel=1e-6)
     assert seconds["DDP"] < seconds["DDP + selective"] < seconds["DDP + full"]
@@ -312,7 +313,7 @@ def test_no_deadlock_with_tables_and_blocks_on_all_lanes():
             problem = make_problem(workload, cluster, strategy.name)
             placement = dense_strategies.place_tables_first(replace(problem, expand_blocks=False), {}).placed
             assert isinstance(placement, PlacedTables)
-            loads = tasks.rank_loads(problem, placement, [1.0])
+            loads = tasks.rank_loads(problem, placement, [(1.0,)])
             calls = expand_calls(tasks.required_stages(problem, loads, "gradients"), 5)
             simulate.simulate_calls(calls, tasks.stage_tasks(problem, placement, loads), 8, blocking=False).verify()
 
@@ -351,14 +352,14 @@ def test_blocks_that_need_no_vectors_may_be_sharded():
     independent = tuple(replace(block, needs_vectors=False) for block in three_blocks().blocks)
     problem = make_problem(replace(three_blocks(), blocks=independent), make_cluster(2, 2), "FSDP")
     placement = dense_strategies.place_tables_first(replace(problem, expand_blocks=False), {}).placed
-    prediction.predict_timeline(problem, placement, tasks.rank_loads(problem, placement, [1.0]), "read").verify()
+    prediction.predict_timeline(problem, placement, tasks.rank_loads(problem, placement, [(1.0,)]), "read").verify()
 
 
 def test_a_requested_strategy_is_chosen():
     """For a dense model that would otherwise use DDP; the words of the name may be in any order."""
     workload, cluster = three_blocks(), make_cluster(2, 2)
     assert make_plan(workload, cluster).plan.dense.shard == ()
-    result = make_plan(workload, cluster, dense_strategy="full + fsdp")
+    result = make_plan(workload, cluster, layers=LayerRequest(dense="full + fsdp"))
     assert result.plan.dense.shard == tuple(axis.name for axis in result.plan.axes) and not result.plan.dense.replicate
     assert [entry.block for entry in result.plan.dense.recompute] == ["a", "b", "c"]
     assert [entry.strategy.name for entry in result.dense_candidates] == ["FSDP + full"]
@@ -367,18 +368,20 @@ def test_a_requested_strategy_is_chosen():
 
 def test_a_requested_strategy_that_is_unknown_is_refused():
     with pytest.raises(UserError, match=r'no parallelism strategy "HSPD"; did you mean "HSDP"\?'):
-        make_plan(three_blocks(), make_cluster(2, 2), dense_strategy="HSPD")
+        make_plan(three_blocks(), make_cluster(2, 2), layers=LayerRequest(dense="HSPD"))
 
 
 def test_requested_hsdp_shards_over_the_innermost_level_or_is_fsdp():
-    dense = make_plan(three_blocks(8), make_cluster(2, 2, 2), dense_strategy="HSDP + full").plan.dense
+    dense = make_plan(three_blocks(8), make_cluster(2, 2, 2), layers=LayerRequest(dense="HSDP + full")).plan.dense
     assert dense.shard == ("data@level0",) and dense.replicate == ("data@level2", "data@level1")
-    assert make_plan(three_blocks(2), make_cluster(2), dense_strategy="hsdp").plan.dense.shard == ("data@level0",)
+    assert make_plan(three_blocks(2), make_cluster(2), layers=LayerRequest(dense="hsdp")).plan.dense.shard == (
+        "data@level0",
+    )
 
 
 def test_a_requested_strategy_that_does_not_fit_is_refused():
     with pytest.raises(UserError, match="FSDP \\+ offload, as requested, does not fit"):
-        make_plan(three_blocks(), make_cluster(2, 2, dram=1000.0), dense_strategy="FSDP + offload")
-    assert dict(make_plan(three_blocks(), make_cluster(2, 2), dense_strategy="DDP").plan.why)["dense"].startswith(
-        "as requested, DDP: "
-    )
+        make_plan(three_blocks(), make_cluster(2, 2, dram=1000.0), layers=LayerRequest(dense="FSDP + offload"))
+    assert dict(make_plan(three_blocks(), make_cluster(2, 2), layers=LayerRequest(dense="DDP")).plan.why)[
+        "dense"
+    ].startswith("as requested, DDP: ")

@@ -13,7 +13,8 @@ from towers import ROWS, Towers, batch, make_item, make_towers, make_user
 
 import shardwright as sw
 from shardwright.checkpoint import step_directories
-from shardwright.config import apply_overrides, parse_planning
+from shardwright.config import parse_planning
+from shardwright.config.overrides import apply_overrides
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors
 from shardwright.layers.embedding_dict import EmbeddingBagsDict

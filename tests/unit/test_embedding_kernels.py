@@ -345,7 +345,7 @@ def test_operators_pass_torchs_own_checks():
     update = (tables, [], vectors, [], ids.values, ids.offsets, None, ids.tables, ids.pooling)
     torch.library.opcheck(
         torch.ops.shardwright.embedding_update.default,
-        (*update, "sgd", list(hyperparameters(SGD(0.1)).values()), [1, 0, 1, 1, 0, 1]),
+        (*update, "sgd", list(hyperparameters(SGD(0.1)).values()), [1, 0, 1, 1, 0, 1], [None, None]),
     )
 
 

@@ -136,11 +136,11 @@ def test_the_stages_of_an_exchange_by_hosts():
 
 
 def test_experts_that_fit_only_when_split():
-    result = make_plan(model(GB), cluster_of(memory=40 * GB), layers=LayerRequest(pipeline=1), dense_strategy="DDP")
+    result = make_plan(model(GB), cluster_of(memory=40 * GB), layers=LayerRequest(pipeline=1, dense="DDP"))
     assert result.plan.experts and "do not fit" in reason_of(result)
     parts = dict(result.dense_candidates[0].memory_parts) if result.dense_candidates else {}
     with pytest.raises(UserError, match=r"split the experts \(plan.experts=0\), or take more ranks"):
-        make_plan(model(GB), cluster_of(memory=40 * GB), layers=LayerRequest(1, experts=1), dense_strategy="DDP")
+        make_plan(model(GB), cluster_of(memory=40 * GB), layers=LayerRequest(1, experts=1, dense="DDP"))
     num = result.plan.position(0, result.plan.experts[0].axes)[1]
     assert parts["dense weights"] == 600 * MB + 4 * EXPERTS * GB / num
 

@@ -11,7 +11,7 @@ from test_row_exchange_choice import LOCAL_BATCH, TABLES, batch, describe_batch,
 from shardwright.errors import UserError
 from shardwright.jagged import narrow
 from shardwright.planner import reprice
-from shardwright.planner.memory import budget
+from shardwright.planner.memory import row_tiers
 from shardwright.planner.plan import make_plan
 from shardwright.planner.price import primitives
 from shardwright.planner.step import tasks, traffic
@@ -53,8 +53,8 @@ def test_each_replica_serves_only_its_host():
     holders = list(replicated.placed.ranks[0])
     bytes_R = replicated.loads.bytes_R
     assert bytes_R[holders].tolist() == [one_copy.bytes_] * 2 and bytes_R.sum() == 2 * one_copy.bytes_
-    assert not budget.fits_memory(
-        replace(replicated.problem, cluster=make_cluster(2, 2, memory_bytes=1e6)), replicated.placed, [1000]
+    assert not row_tiers.fits_memory(
+        replace(replicated.problem, cluster=make_cluster(2, 2, memory_bytes=1e6)), replicated.placed, [[1000]]
     )
     row_wise = make_plan(workload, cluster, pins={"t0": "copy-row"}).candidate
     assert row_wise.loads.bytes_R == pytest.approx([one_copy.bytes_ / 2] * 4) and not row_wise.loads.reduces_in_host

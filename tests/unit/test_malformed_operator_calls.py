@@ -21,7 +21,7 @@ ID_KERNELS = (("unique_rows", "rows"), ("bucketize_ids", "starts"), ("permute_se
 IDS = ("values", "offsets", "id_weights", "tables", "pooling")
 OPERATORS = {
     "lookup": ("weights", *IDS),
-    "update": ("weights", "state", "gradients", "ordered", *IDS, "kind", "numbers", "steps"),
+    "update": ("weights", "state", "gradients", "ordered", *IDS, "kind", "numbers", "steps", "row_numbers"),
     "weight_gradients": ("weights", "gradients", "values", "offsets", "tables", "pooling"),
 }
 DTYPES = (
@@ -98,6 +98,7 @@ def draw_call(random: Random) -> dict:
         "kind": optimizer.kind,
         "numbers": list(hyperparameters(optimizer).values()),
         "steps": [number for table in tables for number in (table.step, table.rounding_key, 1)],
+        "row_numbers": [random.choice((None, torch.randperm(rows, generator=generator))) for rows, _ in shapes],
     }
 
 
@@ -106,8 +107,9 @@ def change_argument(call: dict, names: tuple[str, ...], random: Random) -> None:
     name = random.choice(names)
     argument = call[name]
     try:
-        if isinstance(argument, list) and argument and isinstance(argument[0], Tensor) and random.random() < 0.7:
-            index = random.randrange(len(argument))
+        tensors = [i for i, x in enumerate(argument) if isinstance(x, Tensor)] if isinstance(argument, list) else []
+        if tensors and random.random() < 0.7:
+            index = random.choice(tensors)
             argument[index] = random.choice(list(TENSOR_CHANGES.values()))(argument[index], random)
         elif isinstance(argument, list):
             call[name] = random.choice(list(LIST_CHANGES.values()))(argument, random)

@@ -85,7 +85,7 @@ def test_fast_links_need_no_pipeline_and_the_reason_says_so():
 def test_a_model_that_fits_only_as_a_pipeline():
     """Replicated, weights, gradients and moments are 16 GB."""
     workload = model(activations=1000)
-    result = make_plan(workload, cluster_of(memory=10 * GB), layers=LayerRequest(4), dense_strategy="DDP")
+    result = make_plan(workload, cluster_of(memory=10 * GB), layers=LayerRequest(4, dense="DDP"))
     assert min(budget.memory_budget(result.candidate.problem).free_bytes) > 0
     assert reason_of(result).endswith("without a pipeline the model does not fit")
     with pytest.raises(UserError, match=r"plan\.pipeline=2 does not fit: its fullest rank needs .* or more of hbm"):
@@ -104,7 +104,7 @@ def test_pins():
     result = make_plan(model(), cluster_of(), layers=LayerRequest(2, 4))
     assert result.plan.num_pipeline_ranks == 2 and result.plan.pipeline.micro_batches == 4
     assert reason_of(result).startswith("as pinned, ")
-    sharded = make_plan(model(), cluster_of(), layers=LayerRequest(4), dense_strategy="FSDP").plan
+    sharded = make_plan(model(), cluster_of(), layers=LayerRequest(4, dense="FSDP")).plan
     assert sharded.dense.shard and sharded.num_pipeline_ranks == 4
     assert {axis.role for axis in sharded.axes} == {"pipe", "data"} and Axis("pipe", "host", 4) in sharded.axes
 

@@ -17,7 +17,7 @@ from shardwright.planner.price import overheads, primitives
 from shardwright.planner.price.rounds import collective_rounds
 from shardwright.planner.problem import PlacedTables
 from shardwright.planner.step import prediction, tasks, traffic
-from shardwright.planner.tables import sharding
+from shardwright.planner.tables import cache_hits, sharding
 from shardwright.spec import presets
 from shardwright.spec.cluster import Cluster, Device, Level, Price, Tier
 from shardwright.spec.optimizer import AdaGrad, RowWiseAdaGrad
@@ -228,7 +228,7 @@ def test_hot_rows_are_in_the_fast_tier():
     result.plan.verify(workload)
     (fast, rows), (slow, rest) = result.plan.tables[0].placement.tiers
     assert (fast, slow, rest) == ("hbm", "dram", None) and rows and rows < 6 * 10**5
-    assert 0.5 < result.candidate.fast_id_shares[0] < 1 and result.candidate.loads.prefetch_R.max() > 0
+    assert 0.1 < result.candidate.tiers[0].found[0] < 1 and result.candidate.loads.prefetch_R.max() > 0
     assert any(stage.name == "prefetch" for stage in result.plan.stages)
 
 
@@ -352,7 +352,8 @@ def test_rows_in_two_tiers_are_hashed():
     assert unit.order == "hash:0" and unit.lookup_ratios[0] > 1.2 and len(set(unit.lookup_ratios[1:])) == 1
     first, second = result.plan.tables[0].placement.tiers
     assert first.tier == "hbm" and second.tier == "dram"
-    assert result.candidate.fast_id_shares[0] == result.candidate.problem.table_loads[0].hot_id_share(4 * first.rows)
+    load = result.candidate.problem.table_loads[0]
+    assert result.candidate.tiers[0].found[0] == cache_hits.found_share(load, 4 * first.rows, 512 * 20.0)
 
 
 def test_reprice_refuses_too_little_memory_and_unknown_tiers():

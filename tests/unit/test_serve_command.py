@@ -114,6 +114,40 @@ def test_a_run_on_a_log_is_served_by_column_names(tmp_path):
     assert moments["price"]["mean"] == pytest.approx(sum(math.log1p(i) for i in range(2000)) / 2000, rel=1e-5)
 
 
+def test_tables_that_grow_are_trained_resumed_served_and_followed(tmp_path):
+    """Rows for the sites of a log; sites that no batch had lately have none, and unknown ones have initial values."""
+    rows = [f"{i % 2},{i % 50},{i},site{i % 7 + i // 1000 * 20}" for i in range(3000)]
+    (tmp_path / "log.csv").write_text("\n".join(("click,age,price,site", *rows)) + "\n")
+    (tmp_path / "schema.toml").write_text('label = "click"\nnumbers = ["age", "price"]\ncategories = ["site"]\n')
+    keys = ("data.kind=log", "data.path=log.csv", "data.schema=schema.toml", "data.split.test=0.0", "data.cache=cache")
+    growth = ("data.encoding.rows=20", "data.encoding.growth.admit_after=2", "data.encoding.growth.expire_after=3")
+    settings = ("train.batch_size=100", "data.shuffle=false", "data.workers=0", "train.log_every=5")
+    (tmp_path / "mine.toml").write_text(RECIPE_FILE)
+    train = ("train", "mine.toml", *keys, *growth, *settings, "train.eval_every=0", "train.eval_samples=0")
+    publishing = ("run.name=mine", "train.publish_every=4", "train.checkpoint_every=10")
+    shardwright(tmp_path, *train, *publishing, "train.steps=20")
+    shardwright(tmp_path, *train, *publishing, "train.steps=30", "run.resume=true")
+    shardwright(tmp_path, *train, "run.name=whole", "train.steps=30", "train.checkpoint_every=0")
+    losses = [
+        [line["loss"] for line in map(json.loads, path.read_text().splitlines()) if line["kind"] == "train"]
+        for path in (tmp_path / "runs/mine/metrics.jsonl", tmp_path / "runs/whole/metrics.jsonl")
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+    windows = [json.loads(line) for line in (tmp_path / "runs/mine/growth.jsonl").read_text().splitlines()]
+    tables = ("site", "site_1")  # of DeepFM's vectors, and of its weights of first order
+    assert [(w["step"], w["table"]) for w in windows] == [(step, name) for step in range(5, 31, 5) for name in tables]
+    assert windows[-1]["rows"] <= windows[-1]["room"] == 20 and windows[-1]["expired"] > 0 == windows[-1]["evicted"]
+    page = (tmp_path / "runs/mine/report.html").read_text()
+    assert "2 tables grow: an id gets a row" in page and "expired so far" in page
+    shardwright(tmp_path, "export", "runs/mine", "out")
+    shardwright(tmp_path, "export", "runs/whole", "other")
+    samples = [{"age": 3, "price": 7.5, "site": site} for site in ("site0", "site41", "unheard", "site0")]
+    with closing(Predictor(tmp_path / "out", follow=tmp_path / "runs/mine/published")) as predictor:
+        followed = predictor.answer(samples)
+    assert followed == Predictor(tmp_path / "other").answer(samples)
+    assert followed[1][0] == followed[1][3] and len({*followed[1]}) == 3
+
+
 NO_CHECKPOINTS = ("train.eval_every=0", "train.checkpoint_every=0")
 RECIPE_FILE = """
 [data]

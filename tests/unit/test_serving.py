@@ -22,12 +22,13 @@ from shardwright.jagged import Batch, select
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.loss import BinaryLoss
 from shardwright.models.dlrm import DLRM
-from shardwright.runtime import state
+from shardwright.runtime import changed_rows
 from shardwright.runtime.build import build
+from shardwright.runtime.changed_rows import ChangedRows
 from shardwright.runtime.job import Job
 from shardwright.runtime.planning import plan_for
 from shardwright.runtime.rank_group import RankGroup
-from shardwright.runtime.saving import ChangedRows, Saver
+from shardwright.runtime.saving import Saver
 from shardwright.serving.export import export
 from shardwright.serving.manifest import MANIFEST_FILE, PROGRAM_FILE, TABLES_FILE
 from shardwright.serving.predictor import Predictor
@@ -531,7 +532,7 @@ def test_errors_in_samples_name_the_wrong_value(sample, message):
 def test_each_saver_gets_all_rows_changed_since_its_last_write(events):
     """An event is a list of updated rows, or the name of a saver that writes the rows changed for it."""
     job = build_job()
-    state.track_changes(job.model)
+    changed_rows.track_changes(job.model)
     changes = ChangedRows()
     savers = {
         name: Saver(RankGroup(job.mesh), Path(name), increments=1, changes=changes) for name in ("first", "second")
@@ -541,12 +542,15 @@ def test_each_saver_gets_all_rows_changed_since_its_last_write(events):
         with changes.select_rows_for(saver, job.model):
             pass
     for event in events:
-        row_mask = next(iter(state.changed_row_masks(job.model)))
+        row_mask = next(iter(changed_rows.changed_row_masks(job.model)))
         if isinstance(event, list):
             row_mask[event] = True
             for rows in expected.values():
                 rows.update(event)
             continue
         with changes.select_rows_for(savers[event], job.model):
-            assert set(next(iter(state.changed_row_masks(job.model))).nonzero().flatten().tolist()) == expected[event]
+            assert (
+                set(next(iter(changed_rows.changed_row_masks(job.model))).nonzero().flatten().tolist())
+                == expected[event]
+            )
         expected[event] = set()

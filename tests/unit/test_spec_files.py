@@ -196,7 +196,7 @@ def test_values_that_would_not_read_back_are_not_written(value, name, message, t
 
 def test_json_has_one_line_per_small_object(tmp_path):
     files.write(files.from_plain(Workload, dict(WORKLOAD), "test"), tmp_path / "w.json")
-    table = '    {"name": "user", "rows": 10, "dim": 4, "dtype": "float32", "init": null}'
+    table = '    {"name": "user", "rows": 10, "dim": 4, "dtype": "float32", "init": null, "growth": null}'
     text = (tmp_path / "w.json").read_text()
     assert table.strip() in text
     assert max(map(len, text.splitlines())) <= files.LINE_WIDTH

@@ -86,6 +86,31 @@ def test_hazards(plan, message):
     assert message in refusal(plan)
 
 
+MOVE = Stage("move", "host", ("ids", "state.lines"), ("near", "state.lines", "state.tables.idle"), lead=1)
+HELD_LOOKUP = replace(LOOKUP, reads=("ids", "near", "state.tables"))
+HELD_UPDATE = replace(UPDATE, reads=("ids", "near", "gradients", "state.tables"))
+HELD = (READ, EXCHANGE, MOVE, HELD_LOOKUP, DENSE, HELD_UPDATE)
+
+
+def test_rows_that_no_batch_in_flight_has_are_moved_beside_an_update():
+    """Legal only if every stage that uses the table holds its rows; with rows of batches in flight it is a race."""
+    replace(PLAN, stages=HELD).verify(WORKLOAD)
+    for number, stage in ((3, LOOKUP), (5, UPDATE)):
+        stages = (*HELD[:number], stage, *HELD[number + 1 :])
+        message = f'stage "{stage.name}" uses without reading "near"'
+        assert message in refusal(replace(PLAN, stages=stages))
+    all_rows = replace(MOVE, reads=("ids", "state.lines"), writes=("near", "state.lines", "state.tables"))
+    message = refusal(replace(PLAN, stages=(*HELD[:2], all_rows, *HELD[3:])))
+    assert 'stage "move" with lead 1 writes slot "state.tables" while stage "update"' in message
+    nothing_held = replace(MOVE, writes=("state.lines", "state.tables.idle"))
+    message = refusal(replace(PLAN, stages=(*HELD[:2], nothing_held, LOOKUP, DENSE, UPDATE)))
+    assert "without reading a slot that holds its part" in message
+    late = replace(MOVE, reads=("ids",), writes=("near", "state.tables.idle"))
+    index_by_update = replace(HELD_UPDATE, writes=("state.tables", "state.lines"))
+    replace(PLAN, stages=(*HELD[:2], late, *HELD[3:5], index_by_update)).verify(WORKLOAD)
+    assert '"state.lines"' in refusal(replace(PLAN, stages=(*HELD[:5], index_by_update)))
+
+
 def test_stages_after_a_write_are_not_ahead_of_it():
     write, ahead = Stage("write", "main", ("state.x",), ("state.x",)), Stage("ahead", "host", ("state.x",), (), lead=1)
     replace(PLAN, stages=(write, ahead)).verify()

@@ -23,6 +23,7 @@ from shardwright.data.sources.source import NumpyBatch, stream_keys
 from shardwright.errors import UserError, check_regular_file, did_you_mean
 from shardwright.kernels.hashing import Vocabulary, hash_strings, hash_to_rows
 from shardwright.spec import files
+from shardwright.spec.workload import Growth
 
 VERSION = 1
 NUM_BUCKETS = 512  # table rows of a bucketed number
@@ -31,17 +32,21 @@ TRANSFORMS_FILE, VOCABULARIES_FILE = "transforms.json", "vocabularies.npz"
 
 @dataclass(frozen=True)
 class Encoding:
-    """How values become table rows: hashed to `rows`; 0: a vocabulary of values seen >= `min_count` times."""
+    """How values become table rows: hashed to `rows`; 0: a vocabulary of values seen >= `min_count` times.
+    `growth`: every value has an id of its own, and a table rows for up to `rows` of them."""
 
     rows: int = 0
     min_count: int = 4
     log: bool = True  # numbers become sign(x) * log1p(|x|) before they are normalized
     buckets: bool = False  # add each number as a category: x itself below 3, else floor(ln(x)^2)
     seed: int = 0
+    growth: Growth | None = None
 
     def faults(self) -> Iterator[str]:
         if self.rows and not 2 <= self.rows < 2**31:
             yield f"rows is {self.rows}; wanted 0 for a vocabulary, or 2 to 2**31 - 1 rows to hash to"
+        if self.growth is not None and not self.rows:
+            yield "growth is given without rows; set rows to the most rows that a table may have"
         if self.min_count < 1:
             yield f"min_count is {self.min_count}; wanted 1 or more"
 
@@ -49,7 +54,9 @@ class Encoding:
 class DecodedChunk(NamedTuple):
     """Rows of a click log as table rows and normalized numbers."""
 
-    ids_RC: np.ndarray  # int32; the ids of a sample are contiguous, since samples are drawn in random order
+    ids_RC: (
+        np.ndarray
+    )  # int32, int64 if tables grow; the ids of a sample are contiguous, since samples are drawn in random order
     numbers_RN: np.ndarray  # float32
     label_R: np.ndarray
     weight_R: np.ndarray | None
@@ -83,10 +90,17 @@ class Transforms:
             (name, rows[name], name in self.schema.lists) for name in (*self.single_id_features, *self.schema.lists)
         )
 
+    @property
+    def growth(self) -> dict[str, Growth]:
+        """How tables grow, by feature; empty if ids are rows."""
+        growth = self.encoding.growth
+        return {} if growth is None else dict.fromkeys((*self.schema.categories, *self.schema.lists), growth)
+
     @cached_property
     def digest(self) -> str:
         """16 hex digits of a SHA-256 over the fields; equal digests transform equally."""
-        sha = sha256(repr((self.schema, self.encoding, sorted(self.moments.items()))).encode())
+        encoding = repr(self.encoding).replace(", growth=None", "")  # transforms had a digest before tables could grow
+        sha = sha256(f"({self.schema!r}, {encoding}, {sorted(self.moments.items())!r})".encode())
         for name in sorted(self.vocabulary_codes):
             sha.update(name.encode() + np.ascontiguousarray(self.vocabulary_codes[name]).tobytes())
         return sha.hexdigest()[:16]
@@ -115,7 +129,7 @@ class Transforms:
         ids = [self._ids(name, columns[name]) for name in schema.categories]
         ids += list(_to_buckets(numbers_NR)) if self.encoding.buckets else []
         return DecodedChunk(
-            np.stack(ids, axis=1) if ids else np.empty((num_rows, 0), np.int32),
+            np.stack(ids, axis=1) if ids else np.empty((num_rows, 0), self._id_dtype),
             np.ascontiguousarray(self._normalize(numbers_NR).T),
             columns[schema.label],
             None if schema.weight is None else columns[schema.weight],
@@ -125,7 +139,7 @@ class Transforms:
     def gather_samples(self, num: int, selections: Iterable[tuple[np.ndarray, DecodedChunk, np.ndarray]]) -> NumpyBatch:
         """Gather `num` samples; each selection is (sample indices, chunk, the chunk's rows that they are)."""
         schema = self.schema
-        ids_BC = np.empty((num, len(self.single_id_features)), np.int32)
+        ids_BC = np.empty((num, len(self.single_id_features)), self._id_dtype)
         dense_BN = np.empty((num, self.num_dense), np.float32)
         label_B = np.empty(num, np.float32)
         weight_B = None if schema.weight is None else np.empty(num, np.float32)
@@ -219,9 +233,15 @@ class Transforms:
 
     def _ids(self, name: str, values: np.ndarray) -> np.ndarray:
         values = np.ascontiguousarray(values, np.uint64)
+        if self.encoding.growth is not None:
+            return values.view(np.int64)
         if self.encoding.rows:
             return hash_to_rows(values, self._salts[name], self.encoding.rows)
         return self._vocabularies[name].rows_of(values)
+
+    @property
+    def _id_dtype(self) -> type[np.signedinteger[Any]]:
+        return np.int32 if self.encoding.growth is None else np.int64
 
     def _list_ids(self, name: str, codes_C: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self._ids(name, codes_C), offsets

@@ -25,7 +25,7 @@ from shardwright.data.sources.source import NumpyBatch, permute_positions
 from shardwright.errors import UserError
 from shardwright.spec import files
 from shardwright.spec.checks import raise_if_any
-from shardwright.spec.workload import FeatureStatistics
+from shardwright.spec.workload import FeatureStatistics, Growth
 
 SplitName = Literal["train", "validation", "test"]
 
@@ -98,6 +98,11 @@ class ClickLog:
     def features(self) -> tuple[tuple[str, int, bool], ...]:
         """(name, rows, is_multi_hot) of every categorical feature."""
         return self.transforms.features
+
+    @property
+    def growth(self) -> dict[str, Growth]:
+        """How tables grow, by feature."""
+        return self.transforms.growth
 
     @cached_property
     def transforms(self) -> Transforms:
@@ -191,8 +196,8 @@ class ClickLog:
     def _row_bytes(self) -> int:
         """Approximate bytes of a decoded row, with 8 ids per list."""
         schema = self._info.schema
-        num_single = len(schema.categories) + self.encoding.buckets * len(schema.numbers)
-        return 4 * (2 + num_single + len(schema.numbers) + 8 * len(schema.lists))
+        num_ids = len(schema.categories) + self.encoding.buckets * len(schema.numbers) + 8 * len(schema.lists)
+        return 4 * (2 + len(schema.numbers) + num_ids * (1 if self.encoding.growth is None else 2))
 
     def _cache_rows(self, indices: np.ndarray) -> np.ndarray:
         """Map sample indices to row numbers of the cache."""

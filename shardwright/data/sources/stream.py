@@ -32,7 +32,7 @@ from shardwright.errors import UserError
 from shardwright.spec import files
 from shardwright.spec.checks import raise_if_any
 from shardwright.spec.statistics import LogStatistics
-from shardwright.spec.workload import FeatureStatistics
+from shardwright.spec.workload import FeatureStatistics, Growth
 
 VERSION = 1
 STATISTICS_FILE = "statistics.json"
@@ -78,6 +78,11 @@ class GrowingLog:
     def features(self) -> tuple[tuple[str, int, bool], ...]:
         """(name, rows, is_multi_hot) of every categorical feature."""
         return self.transforms.features
+
+    @property
+    def growth(self) -> dict[str, Growth]:
+        """How tables grow, by feature."""
+        return self.transforms.growth
 
     @cached_property
     def transforms(self) -> Transforms:

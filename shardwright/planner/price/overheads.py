@@ -16,10 +16,10 @@ from types import MappingProxyType
 import numpy as np
 
 from shardwright.planner.price import primitives
-from shardwright.spec.cluster import Device
+from shardwright.spec.cluster import Device, Tier
 from shardwright.spec.plan import RecomputePolicy
 
-ID_PASSES, INT64_BYTES = MappingProxyType({"ids": 8, "ids.cut": 8, "distinct": 24}), 8
+ID_PASSES, INT64_BYTES = MappingProxyType({"ids": 8, "ids.cut": 8, "distinct": 24, "place": 100}), 8
 COLUMN_PASSES = 2
 # Calls per step, per feature, per other rank, per table with row exchange or with a replica on every rank.
 STAGE_CALLS = MappingProxyType(
@@ -46,12 +46,20 @@ RECOMPUTE_CALLS = MappingProxyType[RecomputePolicy, tuple[int, int]]({"nothing":
 def ids_seconds(device: Device, num_ids_R: np.ndarray, op: str = "ids") -> np.ndarray:
     """Seconds by rank of handling ids in outgoing or incoming requests.
 
-    `op`: "ids" for handling alone, "ids.cut" for splitting by row range, "distinct" for deduplication.
+    `op`: "ids" for handling alone, "ids.cut" for splitting by row range, "distinct" for deduplication, "place" for
+    deduplication and finding lines of a cache.
     """
     if has_price(device, op, ""):
         price = primitives.find_price(device, op, "")
         return num_ids_R * (price.seconds_per_byte * INT64_BYTES) + np.where(num_ids_R > 0, price.call_seconds, 0.0)
     return num_ids_R * (ID_PASSES[op] * INT64_BYTES / device.tiers[0].read_bytes_per_second)
+
+
+def page_byte_seconds(device: Device, disk: Tier) -> float:
+    """Seconds of reading a byte of random pages; at the rate of long reads where these have no price."""
+    if has_price(device, "pages", ""):
+        return primitives.find_price(device, "pages", "").seconds_per_byte
+    return 1 / disk.read_bytes_per_second
 
 
 def columns_seconds(device: Device, vectors: float, columns: float) -> float:

@@ -52,6 +52,8 @@ DENSE_BACKWARD_BODY = (
     Stage("reduce", DENSE, ("gradients.top",), REDUCED_SLOTS, per="step"),
 )
 NO_BODIES: Bodies = ((), ())
+# Holds the lines of a batch in "near" until its update; evicts and fills lines that no batch holds.
+PREFETCH = Stage("prefetch", HOST, ("ids", "state.lines"), ("near", "state.lines", "state.tables.idle"))
 
 
 def pipeline_stages() -> tuple[Stage, ...]:
@@ -101,7 +103,7 @@ def step_stages(
             (*gradients, *REDUCED_SLOTS),
             body=_rename_gradients(bodies[1], gradients),
         ),
-        *(_update_stages(host_reduce) if has_tables else ()),
+        *(_update_stages(prefetch, host_reduce) if has_tables else ()),
         Stage("step", MAIN, REDUCED_SLOTS, ("state.dense",), per="step"),
         Stage("emit", MAIN, ("batch", "logits", "loss"), ()),
     ]
@@ -120,7 +122,7 @@ def _announcing_stages(has_tables: bool, prefetch: bool, ordering: tuple[str, ..
     if has_tables:
         stages.append(Stage("ids", IDS, ("lengths", *ordering), ("ids",)))
     if prefetch:
-        stages.append(Stage("prefetch", HOST, ("ids",), ("near",)))
+        stages.append(PREFETCH)
     return stages
 
 
@@ -137,9 +139,10 @@ def _lookup_stages(prefetch: bool, host_reduce: bool) -> list[Stage]:
     ]
 
 
-def _update_stages(host_reduce: bool) -> list[Stage]:
+def _update_stages(prefetch: bool, host_reduce: bool) -> list[Stage]:
     """From the received gradients to the tables."""
-    update = Stage("update", MAIN, ("ids", "gradients.tables"), ("state.tables",), per="step")
+    near = ("near",) if prefetch else ()
+    update = Stage("update", MAIN, ("ids", *near, "gradients.tables"), ("state.tables",), per="step")
     broadcast = Stage("spread", WIRE, ("ids", "gradients.met"), ("gradients.tables",))
     return [broadcast, update] if host_reduce else [update]
 
@@ -174,10 +177,11 @@ def with_prefetch(stages: Sequence[Stage]) -> tuple[Stage, ...]:
         return tuple(stages)
     found: list[Stage] = []
     for stage in stages:
-        stage = replace(stage, reads=("ids", "near", "state.tables")) if stage.name == "lookup" else stage
+        if stage.name in ("lookup", "update"):
+            stage = replace(stage, reads=("ids", "near", *stage.reads[1:]))
         found.append(replace(stage, lead=max(stage.lead, OVERLAPPED.get(stage.name, 0))))
         if stage.name == "ids":
-            found.append(Stage("prefetch", HOST, ("ids",), ("near",), OVERLAPPED["prefetch"]))
+            found.append(replace(PREFETCH, lead=OVERLAPPED["prefetch"]))
     return tuple(found)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardwright.planner.price import overheads, primitives
 from shardwright.planner.problem import PlacedTables, Problem
-from shardwright.planner.step import block_stages, block_tasks, traffic
+from shardwright.planner.step import block_stages, block_tasks, row_moves, traffic
 from shardwright.planner.step.rank_calls import Task
 from shardwright.planner.step.stages import pipeline_stages, step_stages
 from shardwright.planner.tables.sharding import TableLoad
@@ -29,7 +29,7 @@ class RankLoads:
     lookup_R: np.ndarray  # seconds
     update_R: np.ndarray  # seconds
     prefetch_R: np.ndarray  # seconds
-    slow_tier_bytes_R: np.ndarray  # bytes of rows fetched from a slower memory tier; as many are written back
+    moved_bytes_R: np.ndarray  # bytes of rows copied from slower memory tiers; as many are written back
     bytes_R: np.ndarray  # bytes of tables and their optimizer state
     sent_bytes_R: np.ndarray  # bytes of vectors sent, in float32
     ids_R: np.ndarray  # ids received
@@ -37,8 +37,8 @@ class RankLoads:
     replica_sum_seconds: float  # seconds of summing the gradients of data-parallel tables by row
 
 
-def rank_loads(problem: Problem, placed: PlacedTables, fast_id_shares: Sequence[float]) -> RankLoads:
-    """The loads of all ranks. `fast_id_shares`: by table, the share of ids with rows in the fastest tier."""
+def rank_loads(problem: Problem, placed: PlacedTables, found: Sequence[Sequence[float]]) -> RankLoads:
+    """The loads of all ranks. `found`: by table and memory tier, the share of a batch's distinct rows found there."""
     num, device = problem.cluster.num_ranks, problem.cluster.device
     row_seconds = cache(partial(_row_seconds, device))
     units = [(unit, problem.unit_load(unit)) for unit in placed.units]
@@ -52,11 +52,7 @@ def rank_loads(problem: Problem, placed: PlacedTables, fast_id_shares: Sequence[
         )
         for op in ("lookup", "update")
     )
-    slow_bytes = (
-        ids * distinct * (1 - fast_id_shares[unit.table_number]) * load.row_bytes(unit.width)
-        for (unit, load), (ids, _, distinct) in zip(units, accesses, strict=True)
-    )
-    slow_R = placed.sum_by_rank(slow_bytes, num)
+    moves = row_moves.moves_by_rank(problem, placed, found)
     bytes_R = placed.sum_by_rank((unit.bytes_ for unit in placed.units), num)
     sent_R = placed.sum_by_rank((unit.sent_bytes for unit in placed.units), num)
     ids_R, sums = placed.sum_by_rank((unit.lookups for unit in placed.units), num, weight_by_lookups=True), 0.0
@@ -75,9 +71,9 @@ def rank_loads(problem: Problem, placed: PlacedTables, fast_id_shares: Sequence[
     has_sums = any(unit.sharding.reduces_in_host and load.pooled_vectors for unit, load in units)
     reduces = problem.cluster.is_hierarchical and has_sums
     if problem.table_loads:
-        lookup_R += primitives.find_price(device, "lookup", "float32").call_seconds
+        lookup_R += primitives.find_price(device, "lookup", "float32").call_seconds + moves.place_R
         update_R += primitives.find_price(device, "update", "float32").call_seconds
-    return RankLoads(lookup_R, update_R, _copy_seconds(problem, slow_R), slow_R, bytes_R, sent_R, ids_R, reduces, sums)
+    return RankLoads(lookup_R, update_R, moves.copy_R, moves.bytes_R, bytes_R, sent_R, ids_R, reduces, sums)
 
 
 def _replica_update_seconds(problem: Problem, placed: PlacedTables) -> np.ndarray:
@@ -129,16 +125,6 @@ def _amortized_row_seconds(device: Device, op: str, row_bytes: int) -> float:
     """Seconds per row in a call with many rows, without the fixed cost of the call."""
     seconds = primitives.row_access_cost(device, op, MANY_ROWS, row_bytes).seconds
     return (seconds - primitives.find_price(device, op, "float32").call_seconds) / MANY_ROWS
-
-
-def _copy_seconds(problem: Problem, slow_bytes_R: np.ndarray) -> np.ndarray:
-    """Seconds by rank of fetching rows from the next memory tier while others are written back."""
-    tiers = problem.cluster.device.tiers
-    if not slow_bytes_R.any() or len(tiers) < 2:
-        return np.zeros(len(slow_bytes_R))
-    pairs = ((tiers[1].name, tiers[0].name), (tiers[0].name, tiers[1].name))
-    cost = max(primitives.copy_cost(problem.cluster.device, 1 << 30, *pair).seconds for pair in pairs) / (1 << 30)
-    return slow_bytes_R * cost
 
 
 def stage_tasks(problem: Problem, placed: PlacedTables, loads: RankLoads) -> dict[str, Task]:
@@ -326,7 +312,7 @@ def required_stages(problem: Problem, loads: RankLoads, ids_after: str) -> tuple
         return pipeline_stages()
     return step_stages(
         has_tables=bool(problem.workload.tables),
-        prefetch=bool(loads.slow_tier_bytes_R.any()),
+        prefetch=bool(loads.moved_bytes_R.any()),
         ids_after=ids_after,
         host_reduce=loads.reduces_in_host,
         bodies=block_stages.stage_bodies(problem),

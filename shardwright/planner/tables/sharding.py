@@ -19,6 +19,7 @@ from shardwright.errors import UserError
 from shardwright.planner.price import primitives
 from shardwright.spec import optimizer
 from shardwright.spec.cluster import Cluster, Level
+from shardwright.spec.row_cache import ID_MAP_BYTES
 from shardwright.spec.workload import (
     DTYPE_BYTES,
     Dtype,
@@ -53,6 +54,7 @@ class TableLoad:
     # With row exchange: the load of pooling the received rows on the ranks of the samples.
     local_pooling: "TableLoad | None" = None
     group_distinct_rows: tuple[tuple[int, float], ...] = ()  # (k, distinct rows in the samples of one of k rank groups)
+    hits: tuple[tuple[int, float], ...] = ()  # recorded: (lines of a cache, share of a batch's distinct rows found)
 
     @property
     def vectors(self) -> float:
@@ -69,8 +71,9 @@ class TableLoad:
         return self.table.rows * self.row_bytes(self.table.dim)
 
     def row_bytes(self, columns: int) -> float:
-        """Bytes of a row with this many columns, including optimizer state."""
-        return columns * (self.weight_bytes + self.state_column_bytes) + self.state_bytes
+        """Bytes of a row with this many columns, including optimizer state, and its id if the table grows."""
+        id_bytes = ID_MAP_BYTES if self.table.growth is not None else 0
+        return columns * (self.weight_bytes + self.state_column_bytes) + self.state_bytes + id_bytes
 
     def distinct_rows_per_group(self, num_groups: int) -> float:
         return dict(self.group_distinct_rows)[num_groups]
@@ -202,6 +205,7 @@ def _table_load(
         DTYPE_BYTES[dtype],
         state_bytes=state * sum(len(shape) == 1 for shape in shapes),
         state_column_bytes=state * sum(len(shape) == 2 for shape in shapes),
+        hits=next((entry.hits for entry in workload.cache_hits if entry.table == table.name), ()),
     )
 
 
@@ -296,6 +300,7 @@ def split_rows(table_load: TableLoad, num_ranks: int, free_bytes: float | None) 
         max_rows = max(end - start for start, end in balanced_row_ranges(table_load, num_ranks))
         max_bytes = max_rows * table_load.row_bytes(table_load.table.dim)
         order = "load" if max_bytes <= SMALL_MEMORY_SHARE * free_bytes else "hash:0"
+    order = "hash:0" if table_load.table.growth is not None else order
     row_ranges = split_rows_by_order(table_load, num_ranks, order)
     return RowSplit(order, max(end - start for start, end in row_ranges), id_shares(table_load, row_ranges, order))
 

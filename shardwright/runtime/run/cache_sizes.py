@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,25 +17,27 @@ from shardwright.config import Settings
 from shardwright.embeddings.cache_simulation import Hits, Policy, TableAccesses, num_lines, policies, simulate
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, ids_per_feature
-from shardwright.kernels.cache_index import WAYS
 from shardwright.layers.embedding import EmbeddingTables
 from shardwright.measure.describe import sparse_of
 from shardwright.runtime.run import recipe
+from shardwright.spec.cache_hits import RecordedHits
 from shardwright.spec.cluster import Tier
 from shardwright.spec.optimizer import state_shapes
-from shardwright.spec.workload import Table
-
-HALF_LIFE = 100  # batches, of LFU whose counts age
-PAGE_BYTES, RECORD_HEADER_BYTES = 4096, 8  # of a read, and before each written row (csrc/row_log.cpp)
+from shardwright.spec.row_cache import HALF_LIFE_BATCHES, PAGE_BYTES, RECORD_HEADER_BYTES, WAYS
+from shardwright.spec.workload import CacheHits, Table
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """A cache with lines for a share of the rows of each table; hits by policy."""
+    """A cache with lines for a share of the rows of each table; hits by policy and table."""
 
     share: float
     bytes_: int
-    hits: dict[str, Hits]
+    hits: dict[str, dict[str, Hits]]
+
+    def total(self, policy: str) -> Hits:
+        """Of all tables."""
+        return sum(self.hits[policy].values(), Hits())
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +63,20 @@ class CacheSizes:
     def disk_seconds(self, size: CacheSize, policy: str, disk: Tier) -> float:
         """Seconds of a batch's reads and writes at the disk's rates: a page for each row that is missing, unless it was
         never used before, and the bytes of each row that is written back."""
-        hits, row_bytes = size.hits[policy], self._mean_row_bytes()
+        hits, row_bytes = size.total(policy), self._mean_row_bytes()
         read = (hits.missing - hits.new) * PAGE_BYTES / disk.read_bytes_per_second
         write = hits.written_back * (row_bytes + RECORD_HEADER_BYTES) / disk.write_bytes_per_second
         return (read + write) / self.num_counted
+
+    def recorded_hits(self, recipe: str) -> RecordedHits:
+        """Hits of the policy that training has, for the planner."""
+        policy = self.policies[-2].name
+        entries: list[CacheHits] = []
+        for table in self.tables:
+            points = {num_lines(table, size.share): size.hits[policy][table.name].rate for size in self.sizes}
+            rates = np.maximum.accumulate([*points.values()])  # hits of a larger cache may be fewer by chance
+            entries.append(CacheHits(table.name, tuple(zip(points, map(float, rates), strict=True))))
+        return RecordedHits(1, recipe, tuple(entries))
 
     def _mean_row_bytes(self) -> float:
         return self.table_bytes / max(1, sum(table.num_rows for table in self.tables))
@@ -86,14 +99,14 @@ def compare_sizes(
             "a smaller train.batch_size"
         )
     cached = tuple(table for table in tables if _holds_batches(table, min(useful)))
-    compared, sizes = policies(HALF_LIFE, ahead), list[CacheSize]()
+    compared, sizes = policies(HALF_LIFE_BATCHES, ahead), list[CacheSize]()
     for share in useful:
-        hits = {policy.name: Hits() for policy in compared}
+        hits: dict[str, dict[str, Hits]] = {policy.name: {} for policy in compared}
         lines = [num_lines(table, share) for table in cached]
         for policy in compared:
             report(f"{100 * share:g} % of the rows, {policy.name}")
             for table, num in zip(cached, lines, strict=True):
-                hits[policy.name] += simulate(table, num, policy)
+                hits[policy.name][table.name] = simulate(table, num, policy)
         bytes_ = sum(num * table.row_bytes for table, num in zip(cached, lines, strict=True))
         sizes.append(CacheSize(share, bytes_, hits))
     small = tuple(table.name for table in tables if table not in cached)

@@ -26,17 +26,20 @@ from shardwright.runtime.launch import launcher
 from shardwright.runtime.run.machine import Threads
 from shardwright.runtime.run.tensorboard import EventFileWriter
 from shardwright.spec import files
+from shardwright.spec.cache_record import CACHES_FILE, GROWTH_FILE, CacheWindow, GrowthWindow
 from shardwright.spec.plan import Plan
 from shardwright.spec.routing import ROUTING_FILE, RoutedRows
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
+Record = RoutedRows | CacheWindow | GrowthWindow
+RECORD_FILES = ((RoutedRows, ROUTING_FILE), (CacheWindow, CACHES_FILE), (GrowthWindow, GROWTH_FILE))
 PRIVATE_MODE = 0o700  # mode of a run directory that only its owner may read
 
 # Where the run trains and how its input is prepared: a resumed run may change these keys.
 CHANGEABLE_KEYS = (
     *("run.resume", "run.directory", "run.private", "ranks", "restarts", "train.overlap"),
-    *("plan.cluster", "plan.dense", "plan.pipeline", "plan.micro_batches"),
+    *("plan.cluster", "plan.memory", "plan.hits", "plan.balance", "plan.dense", "plan.pipeline", "plan.micro_batches"),
     *("plan.experts", "plan.expert_groups", "plan.expert_copies", "plan.expert_exchange", "plan.routing"),
     *("data.workers", "data.prefetch", "data.readers", "data.reader_keys"),
     *("train.publish_every", "train.keep_publications"),
@@ -188,11 +191,12 @@ class RunDirectory:
             with _explain_write_errors(path := self.path / "machine.jsonl"):
                 _append(path, line)
 
-    def log_routing(self, records: Sequence[RoutedRows]) -> None:
-        """Append the routing of a step to routing.jsonl, in a single write."""
-        if self.is_writer and records:
-            with _explain_write_errors(path := self.path / ROUTING_FILE), path.open("a") as lines:
-                lines.write("".join(record.to_line() for record in records))
+    def log_records(self, records: Sequence[Record]) -> None:
+        """Append records to the files of their kinds, each in a single write."""
+        for kind, name in RECORD_FILES if self.is_writer else ():
+            if own := [record for record in records if isinstance(record, kind)]:
+                with _explain_write_errors(path := self.path / name), path.open("a") as lines:
+                    lines.write("".join(record.to_line() for record in own))
 
     def read_environment(self) -> dict[str, Any]:
         """The environment of the last process that trained this run; empty before the first."""
@@ -204,14 +208,16 @@ class RunDirectory:
         return [json.loads(line) for line in _complete_lines(self.path / name)]
 
     def rewind(self, step: int) -> None:
-        """Delete metrics, routing and publications after a step, since the run repeats the steps that follow."""
+        """Delete what was written after a step, since the run repeats the steps that follow."""
         if not self.is_writer:
             return
         for path in list_checkpoints(self.published):
             if path > checkpoint_path(self.published, step):
                 drop(path)
-        for path in (self.path / name for name in ("metrics.jsonl", "machine.jsonl", ROUTING_FILE)):
-            if path.name != ROUTING_FILE or path.exists():
+        for path in (
+            self.path / name for name in ("metrics.jsonl", "machine.jsonl", *(name for _, name in RECORD_FILES))
+        ):
+            if path.name in ("metrics.jsonl", "machine.jsonl") or path.exists():
                 lines = [text for text in _complete_lines(path) if _is_kept(json.loads(text), step)]
                 files.write_text("".join(lines), path)
 

@@ -19,13 +19,14 @@ from shardwright.data.sources.source import Source
 from shardwright.errors import UserError
 from shardwright.jagged import ids_per_feature
 from shardwright.measure.describe import sparse_of
+from shardwright.runtime.changed_rows import ChangedRows
 from shardwright.runtime.job import Job
 from shardwright.runtime.launch import launcher
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.run import learning_rate, recipe
 from shardwright.runtime.run.directory import RunDirectory
 from shardwright.runtime.run.machine import Threads, choose_threads
-from shardwright.runtime.saving import ChangedRows, Saver
+from shardwright.runtime.saving import Saver
 from shardwright.spec.plan import Plan
 from shardwright.spec.table_checks import INCREMENT_DTYPES
 

@@ -51,6 +51,7 @@ from shardwright.runtime.run.setup import (
     set_threads,
     start_notes,
 )
+from shardwright.runtime.run.table_recorder import TableRecorder
 from shardwright.runtime.run.token_meter import TokenMeter, describe_model_flops
 from shardwright.runtime.run.watcher import RunResult, SilentWatcher, Watcher
 from shardwright.spec import files
@@ -165,6 +166,7 @@ class Trainer:
         self._restore()
         self.checkpoint_step = self.job.step
         self.directory.save_transforms(self.transforms)
+        self.table_recorder = TableRecorder(self.job, self.rank_group)
         start_samples, start_seconds = self.samples, self.seconds
         self.saver.preallocate(self.job.local_state)
         if self.settings.train.publish_every:
@@ -225,13 +227,13 @@ class Trainer:
                 for output in step_outputs:
                     window.update(output, metrics.mean_penalty(self.job.model.loss, output))
                 values = self.rank_group.all_gather_window(window).compute() if due else {}
-                routing = self.routing.gather(step) if due else []
+                records = [*self.routing.gather(step), *self.table_recorder.gather(step)] if due else []
             self.seconds += time.perf_counter() - start
             self.watcher.step(step, self.samples)
             if due:
                 speed = (self.samples - start_samples) / (self.seconds - start_seconds)
                 self._log("train", values | {"samples_per_second": speed, "seconds": self.seconds, "rate": rate})
-                self.directory.log_routing(routing)
+                self.directory.log_records(records)
                 line = {"step": step, "samples": self.samples, "before": start_samples}
                 self.directory.log_machine(line | self.machine_meter.measure_window())
                 if train.progressive:
@@ -246,10 +248,9 @@ class Trainer:
             if ends or saves:
                 self._checkpoint()
             if train.publish_every and (ends or step % train.publish_every == 0):
+                numbers = {"samples": self.samples, "transforms": self.transforms_digest}
                 with self.stop_request.suspend_time_limit():
-                    self.job.publish_with(
-                        self.publisher, {"samples": self.samples, "transforms": self.transforms_digest}
-                    )
+                    self.job.publish_with(self.publisher, numbers)
         return 0
 
     def _run_step(self, outputs: Iterator[Output]) -> list[Output]:

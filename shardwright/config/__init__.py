@@ -3,20 +3,24 @@
 import difflib
 import importlib
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from shardwright.config.overrides import apply_overrides
 from shardwright.errors import UserError, check_regular_file, did_you_mean, shorten
 
-RECIPES = Path(__file__).parent / "recipes"
+RECIPES = Path(__file__).parents[1] / "recipes"
 Filled = TypeVar("Filled")
+BYTE_UNITS = MappingProxyType({"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12})
 
 
 class Section(BaseModel):
@@ -109,12 +113,29 @@ class TrainSettings(Section):
         return self.batch_size * self.accumulate
 
 
+def parse_bytes(text: str) -> int:
+    """A number of bytes from text such as "4 GB"; raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(kB|MB|GB|TB)", text.strip())
+    if match is None:
+        raise ValueError(f'"{text}" is not a number of bytes; wanted one with a unit (kB, MB, GB, TB), as "4 GB"')
+    return int(float(match[1]) * BYTE_UNITS[match[2]])
+
+
 class PlanSettings(Section):
     cluster: str = Field(
         "", description="plan several ranks for this file from `shardwright measure`, or preset; empty: not measured"
     )
     pins: dict[str, str] = Field(
         default_factory=dict, description='sharding scheme to use, by table: "row", "column:4", "table@3"'
+    )
+    memory: str = Field(
+        "", description='memory of each rank, "4 GB"; rows that do not fit are on disk, below TMPDIR; empty: all of it'
+    )
+    hits: str = Field(default="", description="hits of caches that `shardwright cache-sim --write` recorded, a file")
+    balance: tuple[float, float] | None = Field(
+        None,
+        strict=False,
+        description="weights of work and of bytes sent that tables are placed by, [1, 0.3]; empty: several are tried",
     )
     routing: str = Field(default="", description="recorded routing of experts, a .jsonl file that the plan is made for")
     dense: str = Field(
@@ -137,6 +158,21 @@ class PlanSettings(Section):
         "",
         description='rows to the ranks of their experts ("flat"), or tokens to their hosts ("hosts"); empty: fastest',
     )
+
+    @field_validator("memory")
+    @classmethod
+    def _check_memory(cls, text: str) -> str:
+        """Raise unless it is a number of bytes with a unit."""
+        if text:
+            parse_bytes(text)
+        return text
+
+    @field_validator("balance")
+    @classmethod
+    def _check_balance(cls, weights: tuple[float, float] | None) -> tuple[float, float] | None:
+        if weights is not None and (min(weights) < 0 or not max(weights)):
+            raise ValueError(f"weights are {weights}; wanted 0 or more, and one of them above 0")
+        return weights
 
     @field_validator("pins", mode="before")
     @classmethod
@@ -272,13 +308,6 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Settings:
     return parse(apply_overrides(values, overrides), where=str(path))
 
 
-def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Apply dotted key=value overrides to `values`, in place."""
-    for override in overrides:
-        _apply(values, override)
-    return values
-
-
 class _Planning(Section):
     allow: tuple[str, ...] = Field((), strict=False)
     plan: PlanSettings = Field(default_factory=PlanSettings)  # pyright: ignore[reportArgumentType]
@@ -341,23 +370,6 @@ def get_default(key: str) -> Any:
     field = model.model_fields.get(last)
     default = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
     return list(default) if isinstance(default, tuple) else default
-
-
-def _apply(values: dict[str, Any], override: str) -> None:
-    key, equals_sign, text = override.partition("=")
-    if not equals_sign or not key:
-        raise UserError(f'override "{override}" is not of the form key=value, such as train.steps=1000')
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *sections, last = key.split(".")
-    target = values
-    for section in sections:
-        target = target.setdefault(section, {})
-        if not isinstance(target, dict):
-            raise UserError(f'override "{override}": "{section}" is a value, not a section')
-    target[last] = {**target[last], "path": value} if isinstance(target.get(last), dict) else value
 
 
 def _format_validation_error(error: ValidationError, root: type[BaseModel] = Settings) -> str:

@@ -1,0 +1,55 @@
+"""Rows copied between memory tiers in a step, for tables with a cache in the fastest one.
+
+The rows that a batch needs and the cache lacks are copied from the tier that has them, and as many rows that trained
+are written back. A row on disk is one page read; a row written to disk is appended to a file.
+
+Shape legend: R ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwright.planner.price import overheads, primitives
+from shardwright.planner.problem import PlacedTables, Problem
+from shardwright.spec.cluster import Device, Tier
+from shardwright.spec.row_cache import DISK, PAGE_BYTES, RECORD_HEADER_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class RowMoves:
+    """Of a step, by rank. `place_R`: seconds of finding lines for ids; `copy_R`: of the copies, beside other work;
+    `bytes_R`: of the rows copied to the fastest tier."""
+
+    place_R: np.ndarray
+    copy_R: np.ndarray
+    bytes_R: np.ndarray
+
+
+def moves_by_rank(problem: Problem, placed: PlacedTables, found: Sequence[Sequence[float]]) -> RowMoves:
+    """`found`: by table and tier, the share of a batch's distinct rows found there."""
+    num, device = problem.cluster.num_ranks, problem.cluster.device
+    place_R, copy_R, bytes_R = np.zeros(num), np.zeros(num), np.zeros(num)
+    cached = [(unit, ranks) for unit, ranks in placed.pairs if found[unit.table_number][0] < 1]
+    for unit, ranks in cached:
+        load, own = problem.unit_load(unit), list(ranks)
+        ratios = np.array(unit.lookup_ratios or (1.0,))
+        ids = unit.lookups * ratios
+        rows = ids * problem.distinct_share(load, unit.sharding)
+        place_R[own] += overheads.ids_seconds(device, ids, "place")
+        for tier, share in zip(device.tiers[1:], found[unit.table_number][1:], strict=True):
+            row_bytes = load.row_bytes(unit.width)
+            copy_R[own] += rows * share * _row_seconds(device, tier, row_bytes)
+            bytes_R[own] += rows * share * row_bytes
+    return RowMoves(place_R, copy_R, bytes_R)
+
+
+def _row_seconds(device: Device, tier: Tier, row_bytes: float) -> float:
+    """Seconds of copying a row from this tier to the fastest, and another one back."""
+    fast = device.tiers[0].name
+    if tier.name == DISK:
+        written_bytes = row_bytes + RECORD_HEADER_BYTES
+        return PAGE_BYTES * overheads.page_byte_seconds(device, tier) + written_bytes / tier.write_bytes_per_second
+    pairs = ((tier.name, fast), (fast, tier.name))  # both at once
+    return row_bytes * max(primitives.copy_cost(device, 1 << 30, *pair).seconds for pair in pairs) / (1 << 30)

@@ -1,0 +1,81 @@
+"""Which table rows differ from a checkpoint: recorded by updates, for increments and publications."""
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.embeddings import full_tables
+from shardwright.embeddings.exchange import ShardedTables
+from shardwright.embeddings.growing_rows import GrowingRows
+from shardwright.layers.embedding import find_tables
+
+
+class ChangedRows:
+    """The changed table rows of a job, for several savers: each writes the rows changed since its last checkpoint."""
+
+    def __init__(self) -> None:
+        self.lineage = ""  # id of consecutive states of this job; a new one after a load
+        self._missed_rows: dict[object, list[Tensor]] = {}  # changes not yet written that other savers have cleared
+        self._missed_removals: dict[object, list[Tensor]] = {}  # by growing shard, ids whose rows have ended meanwhile
+        self.begin_lineage()
+
+    def begin_lineage(self) -> None:
+        """Start a new lineage: the next checkpoint does not continue the last one, and must be full."""
+        self.lineage = secrets.token_hex(8)
+
+    @contextmanager
+    def select_rows_for(self, saver: object, model: nn.Module) -> Iterator[None]:
+        """A context in which the model's masks are the rows changed since this saver's last checkpoint.
+
+        At exit the masks are cleared; other savers keep the changes that they have not written.
+        """
+        masks = list(changed_row_masks(model))
+        for other_masks in (missed for other, missed in self._missed_rows.items() if other is not saver):
+            for other_mask, mask in zip(other_masks, masks, strict=True):
+                other_mask |= mask
+        for mask, missed in zip(masks, self._missed_rows.get(saver, ()), strict=False):
+            mask |= missed
+        shards = list(growing_shards(model))
+        removed = [rows.ids.take_removed() for rows in shards]
+        for saver_removals in self._missed_removals.values():
+            saver_removals[:] = [torch.cat(pair) for pair in zip(saver_removals, removed, strict=True)]
+        for rows, own in zip(shards, self._missed_removals.get(saver, removed), strict=True):
+            rows.removed = torch.unique(own)
+        yield
+        track_changes(model)
+        self._missed_rows[saver] = [torch.zeros_like(mask) for mask in changed_row_masks(model)]
+        self._missed_removals[saver] = [rows.removed[:0] for rows in shards]
+
+
+def track_changes(model: nn.Module) -> None:
+    """Record which table rows are updated from now on; clears earlier records."""
+    for _, bags in find_tables(model):
+        if bags.optimizer is None:  # only the fused update records rows
+            continue
+        if isinstance(bags.exchange, ShardedTables):
+            full_tables.track_changes(bags.exchange)
+            continue
+        for table in bags.tables:
+            bags.holder(table.name).changed_rows = torch.zeros(table.rows, dtype=torch.bool)
+
+
+def growing_shards(model: nn.Module) -> Iterator[GrowingRows]:
+    """The shards of tables that grow on this rank."""
+    for _, bags in find_tables(model):
+        if isinstance(bags.exchange, ShardedTables):
+            yield from (rows for local in bags.exchange.local_shards for rows in local.growing.values())
+
+
+def changed_row_masks(model: nn.Module) -> Iterator[Tensor]:
+    """The masks of changed rows of all tables and table shards on this rank; writable."""
+    for _, bags in find_tables(model):
+        table_masks = [bags.holder(table.name).changed_rows for table in bags.tables]
+        shard_masks = (
+            [mask for shards in bags.exchange.local_shards for mask in shards.changed_rows]
+            if isinstance(bags.exchange, ShardedTables)
+            else []
+        )
+        yield from (mask for mask in (*table_masks, *shard_masks) if mask is not None)
