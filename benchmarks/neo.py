@@ -353,7 +353,7 @@ def model_f(rate_share: float) -> Iterator[dict[str, Any]]:
             fields: dict[str, Any] = {
                 "scheme": result.candidate.sharding(0).scheme,
                 "tiers": [list(share) for share in tiers],
-                "ids_in_hbm": round(float(np.mean(result.candidate.fast_id_shares)), 3),
+                "ids_in_hbm": round(float(np.mean([table.found[0] for table in result.candidate.tiers])), 3),
                 "table_terabytes": round(float(result.candidate.loads.bytes_R.sum()) / 1e12, 1),
             }
             name = f"F: FP16, row-wise AdaGrad, {tables} tables"
