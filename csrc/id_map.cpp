@@ -1,7 +1,8 @@
 // Which ids have a row in a table that grows, and on which line: a hash table from ids of 64 bits to lines.
 //
 // An id gets a line of its own with its `admit_after`-th occurrence. Before, it is a candidate: only its uses are
-// counted, and each batch that has it gets a spare line with the id's initial values, until `release`. Rows that no
+// counted, and each batch that has it gets a spare line with the id's initial values, until `release`. Without expiry
+// there are at most as many candidates as rows, or 1,024: then a quarter of them, chosen as rows are, is forgotten. Rows that no
 // training batch has used for `expire_after` batches end, candidates too, and an id that comes back starts anew. When
 // all lines are taken, expired rows end first, then those with the fewest uses, halved for every `half_life` batches
 // since the last one, then the one used longest ago; never one that a batch in flight uses.
@@ -11,6 +12,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "cache_set.h"
@@ -19,6 +21,8 @@
 namespace {
 
 constexpr int64_t kMinSlots = 1 << 10, kLookAhead = 16, kEvictedShare = 32, kSweepsPerLife = 2;
+constexpr int64_t kMinCandidates = 1 << 10, kForgottenShare = 4, kMinRemoved = 1 << 16;
+constexpr double kMostTaken = 0.7, kMostKnown = 0.6;  // of the slots: entries, and those that are not empty
 constexpr int32_t kNoLine = -1;
 
 struct Entry {
@@ -51,6 +55,7 @@ class IdMap {
     if (training) {
       ++batch_;
       sweep_some();
+      forget_candidates();
     }
     reserve(n);
     ++call_;
@@ -67,19 +72,26 @@ class IdMap {
       if (training) entry.uses += entry.uses != UINT32_MAX;
     }
     int64_t num_fresh = 0, num_spares = 0;
+    std::vector<uint64_t> admitted;
+    const auto undo = [&] {  // lines of this call have no values yet
+      for (const uint64_t slot : admitted) free_.push_back(slots_[slot].line), slots_[slot].line = kNoLine;
+      admitted_ -= admitted.size(), candidates_ += admitted.size();
+      release(spares, num_spares);
+    };
+    if (training)
+      for (const uint64_t slot : distinct) candidates_ += is_candidate(slots_[slot]);
     for (const uint64_t slot : distinct) {
       Entry& entry = slots_[slot];
       if (has_row(entry)) continue;
       int32_t line = kNoLine;
       if (training && entry.uses >= options_.admit_after) {
-        line = entry.line = take_line();
-        if (line == kNoLine) return 0;
-        ++admitted_;
+        line = take_line();
+        if (line == kNoLine) return undo(), 0;
+        entry.line = line;
+        admitted.push_back(slot);
+        ++admitted_, --candidates_;
       } else {
-        if (spares_.empty()) {
-          release(spares, num_spares);
-          return -1;
-        }
+        if (spares_.empty()) return undo(), -1;
         line = entry.spare = spares_.back();
         spares_.pop_back();
         spares[num_spares++] = line;
@@ -128,7 +140,9 @@ class IdMap {
     reserve(n);
     for (int64_t i = 0; i < n; ++i) {
       Entry& entry = slots_[find_or_add(keys[i])];
+      candidates_ -= is_candidate(entry);
       entry.uses = uint32_t(uses[i]), entry.last = uint32_t(last[i]);
+      candidates_ += !admitted && is_candidate(entry);
       if (!admitted || entry.line != kNoLine) continue;
       if (admitted_ == options_.rows) return false;
       entry.line = take_line();
@@ -149,18 +163,22 @@ class IdMap {
     }
   }
 
-  // Ids whose rows ended since the last call; without `keys` only their number is returned. They are recorded from the
-  // first call on.
+  // Ids whose rows ended since the last call, each once; without `keys` only their number is returned. They are recorded
+  // from the first call on; of more than the map has rows, none (`has_lost_removed`).
   int64_t take_removed(int64_t* keys) {
     records_removed_ = true;
     for (Entry& entry : slots_)
       if (entry.taken && is_expired(entry)) end_row(entry, &expired_);
+    bound_removed();
     const int64_t n = removed_.size();
     if (!keys) return n;
     std::copy(removed_.begin(), removed_.end(), keys);
     removed_.clear();
     return n;
   }
+
+  // Whether ids whose rows ended were forgotten since the last call.
+  bool has_lost_removed() { return std::exchange(has_lost_removed_, false); }
 
   void set_batch(int64_t batch) { batch_ = uint32_t(batch); }
 
@@ -189,11 +207,11 @@ class IdMap {
 
   // Makes room for n more entries, and drops empty ones if that moves all.
   void reserve(int64_t n) {
-    if (10 * (size_ + n) <= int64_t(7 * slots_.size())) return;
+    if (size_ + n <= kMostTaken * slots_.size()) return;
     int64_t known = 0;
     for (const Entry& entry : slots_) known += entry.taken && !is_empty(entry);
     uint64_t wanted = slots_.size();
-    while (2 * (known + n) > int64_t(wanted)) wanted *= 2;
+    while (known + n > kMostKnown * wanted) wanted *= 2;
     std::vector<Entry> before(wanted);
     before.swap(slots_);
     size_ = 0, hand_ = 0;
@@ -220,6 +238,7 @@ class IdMap {
 
   // Whether nothing is known of the id: its row was evicted, or only batches that do not train had it.
   static bool is_empty(const Entry& entry) { return entry.line == kNoLine && !entry.uses; }
+  static bool is_candidate(const Entry& entry) { return entry.line == kNoLine && entry.uses; }
 
   uint32_t aged(const Entry& entry) const {
     const uint64_t halvings = (batch_ - entry.last) / options_.half_life;
@@ -228,19 +247,32 @@ class IdMap {
 
   void begin_use(Entry& entry) {
     if (is_expired(entry)) end_row(entry, &expired_);
+    candidates_ -= is_candidate(entry);  // `place` counts it again
     entry.uses = aged(entry);
     entry.last = batch_;
   }
 
   // Forgets an id; its entry stays, empty.
   void end_row(Entry& entry, int64_t* count) {
+    candidates_ -= is_candidate(entry);
     entry.uses = 0;
     if (entry.line == kNoLine) return;
-    if (records_removed_) removed_.push_back(entry.key);
+    if (records_removed_) {
+      removed_.push_back(entry.key);
+      if (int64_t(removed_.size()) > 2 * std::max(options_.rows, kMinRemoved)) bound_removed();
+    }
     free_.push_back(entry.line);
     entry.line = kNoLine;
     --admitted_;
     ++*count;
+  }
+
+  void bound_removed() {
+    std::sort(removed_.begin(), removed_.end());
+    removed_.erase(std::unique(removed_.begin(), removed_.end()), removed_.end());
+    if (int64_t(removed_.size()) <= std::max(options_.rows, kMinRemoved)) return;
+    removed_.clear();
+    has_lost_removed_ = true;
   }
 
   int32_t take_line() {
@@ -255,12 +287,7 @@ class IdMap {
 
   // Ends expired rows; if there are none, a share of the others. Entries stay where they are.
   void make_room() {
-    struct Candidate {
-      uint64_t score;  // uses, then the last batch
-      int64_t key;
-      uint64_t slot;
-    };
-    std::vector<Candidate> others;
+    std::vector<Scored> others;
     others.reserve(admitted_);
     for (uint64_t slot = 0; slot < slots_.size(); ++slot) {
       Entry& entry = slots_[slot];
@@ -268,15 +295,39 @@ class IdMap {
       if (is_expired(entry))
         end_row(entry, &expired_);
       else if (int64_t(batch_) - entry.last >= options_.in_flight)
-        others.push_back({uint64_t(aged(entry)) << 32 | entry.last, entry.key, slot});
+        others.push_back(scored(slot));
     }
     if (!free_.empty() || others.empty()) return;
-    const int64_t num = std::min<int64_t>(others.size(), options_.rows / kEvictedShare + 1);
-    const auto is_worse = [](const Candidate& a, const Candidate& b) {
+    end_worst(others, std::min<int64_t>(others.size(), options_.rows / kEvictedShare + 1));
+  }
+
+  // Candidates are not in flight: they have no rows.
+  void forget_candidates() {
+    if (options_.expire_after || candidates_ <= std::max(options_.rows, kMinCandidates)) return;
+    std::vector<Scored> all;
+    all.reserve(candidates_);
+    for (uint64_t slot = 0; slot < slots_.size(); ++slot)
+      if (slots_[slot].taken && is_candidate(slots_[slot])) all.push_back(scored(slot));
+    end_worst(all, all.size() / kForgottenShare);
+  }
+
+  struct Scored {
+    uint64_t score;  // uses, then the last batch
+    int64_t key;
+    uint64_t slot;
+  };
+
+  Scored scored(uint64_t slot) const {
+    const Entry& entry = slots_[slot];
+    return {uint64_t(aged(entry)) << 32 | entry.last, entry.key, slot};
+  }
+
+  void end_worst(std::vector<Scored>& entries, int64_t num) {
+    const auto is_worse = [](const Scored& a, const Scored& b) {
       return a.score != b.score ? a.score < b.score : a.key < b.key;
     };
-    std::nth_element(others.begin(), others.begin() + num - 1, others.end(), is_worse);
-    for (int64_t i = 0; i < num; ++i) end_row(slots_[others[i].slot], &evicted_);
+    std::nth_element(entries.begin(), entries.begin() + num - 1, entries.end(), is_worse);
+    for (int64_t i = 0; i < num; ++i) end_row(slots_[entries[i].slot], &evicted_);
   }
 
   // Drops expired and empty entries of a part of the slots, so that all are visited twice in the life of a row.
@@ -312,10 +363,10 @@ class IdMap {
   std::vector<Entry> slots_;
   std::vector<int32_t> free_, spares_;
   std::vector<int64_t> removed_;
-  int64_t size_ = 0, admitted_ = 0, used_ = 0, expired_ = 0, evicted_ = 0;
+  int64_t size_ = 0, admitted_ = 0, candidates_ = 0, used_ = 0, expired_ = 0, evicted_ = 0;
   uint64_t hand_ = 0;
   uint32_t batch_ = 0, call_ = 0;
-  bool records_removed_ = false;
+  bool records_removed_ = false, has_lost_removed_ = false;
 };
 
 }  // namespace
@@ -356,6 +407,10 @@ SHARDWRIGHT_API void shardwright_id_map_remove(void* map, const int64_t* keys, i
 
 SHARDWRIGHT_API int64_t shardwright_id_map_take_removed(void* map, int64_t* keys) {
   return static_cast<IdMap*>(map)->take_removed(keys);
+}
+
+SHARDWRIGHT_API int64_t shardwright_id_map_has_lost_removed(void* map) {
+  return static_cast<IdMap*>(map)->has_lost_removed();
 }
 
 SHARDWRIGHT_API void shardwright_id_map_set_batch(void* map, int64_t batch) {

@@ -117,10 +117,12 @@ def test_without_room_for_the_steps_in_flight_the_plan_is_refused():
         make_plan(LARGE, cluster_with(("dram", 2e7), (DISK, 1e9)), tables=TableRequest(accumulate=20))
 
 
-def test_tables_that_are_cut_by_columns_or_replicated_are_not_on_disk():
+def test_column_shards_may_be_on_disk_and_replicas_are_not():
     cluster = cluster_with(("dram", 3e7), (DISK, 1e9), sizes=(2,))
+    (table, *_) = make_plan(LARGE, cluster, pins={"t0": "column:2"}).plan.tables
+    assert cached_rows(table) and {rect.cols for rect in table.rects} == {(0, 32), (32, 64)}
     with pytest.raises(UserError, match="no sharding found"):
-        make_plan(LARGE, cluster, pins={"t0": "column:2"})
+        make_plan(LARGE, cluster, pins={"t0": "data"})
 
 
 ZIPF_LOAD = TableLoad(
