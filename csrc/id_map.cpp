@@ -2,10 +2,10 @@
 //
 // An id gets a line of its own with its `admit_after`-th occurrence. Before, it is a candidate: only its uses are
 // counted, and each batch that has it gets a spare line with the id's initial values, until `release`. Without expiry
-// there are at most as many candidates as rows, or 1,024: then a quarter of them, chosen as rows are, is forgotten. Rows that no
-// training batch has used for `expire_after` batches end, candidates too, and an id that comes back starts anew. When
-// all lines are taken, expired rows end first, then those with the fewest uses, halved for every `half_life` batches
-// since the last one, then the one used longest ago; never one that a batch in flight uses.
+// there are at most as many candidates as rows, or 1,024: then a quarter of them, chosen as rows are, is forgotten. Rows
+// that no training batch has used for `expire_after` batches end, candidates too, and an id that comes back starts anew.
+// When all lines are taken, expired rows end first, then those with the fewest uses, halved for every `half_life`
+// batches since the last one, then the one used longest ago; never one that a batch in flight uses.
 //
 // What an id gets depends only on the batches that were placed, in their order: not on when rows are released, nor on
 // where entries lie in the hash table.
@@ -15,24 +15,13 @@
 #include <utility>
 #include <vector>
 
-#include "cache_set.h"
+#include "id_slots.h"
 #include "threads.h"
 
 namespace {
 
-constexpr int64_t kMinSlots = 1 << 10, kLookAhead = 16, kEvictedShare = 32, kSweepsPerLife = 2;
+constexpr int64_t kLookAhead = 16, kEvictedShare = 32, kSweepsPerLife = 2;
 constexpr int64_t kMinCandidates = 1 << 10, kForgottenShare = 4, kMinRemoved = 1 << 16;
-constexpr double kMostTaken = 0.7, kMostKnown = 0.6;  // of the slots: entries, and those that are not empty
-constexpr int32_t kNoLine = -1;
-
-struct Entry {
-  int64_t key;
-  int32_t line;    // of an admitted id, else kNoLine
-  int32_t spare;   // of a candidate, in the last call that had it
-  uint32_t uses, last;  // halved with age; the last training batch that used it
-  uint32_t call;   // the last call of `place` that had it
-  uint32_t taken;  // whether the slot has an entry
-};
 
 struct Options {
   int64_t rows, spares;  // lines of admitted ids, then one that collects what is not kept, then spare lines
@@ -43,7 +32,6 @@ struct Options {
 class IdMap {
  public:
   IdMap(const Options& options, int64_t* key_of_line) : options_(options), key_of_line_(key_of_line) {
-    slots_.resize(kMinSlots);
     for (int64_t i = options.spares; i-- > 0;) spares_.push_back(int32_t(options.rows + 1 + i));
   }
 
@@ -61,8 +49,8 @@ class IdMap {
     ++call_;
     std::vector<uint64_t> at(n), distinct;
     for (int64_t i = 0; i < n; ++i) {
-      if (i + kLookAhead < n) __builtin_prefetch(&slots_[home_of(keys[i + kLookAhead])], 1);
-      const uint64_t slot = at[i] = find_or_add(keys[i]);
+      if (i + kLookAhead < n) slots_.prefetch(keys[i + kLookAhead]);
+      const uint64_t slot = at[i] = slots_.find_or_add(keys[i], batch_);
       Entry& entry = slots_[slot];
       if (entry.call != call_) {
         entry.call = call_;
@@ -116,8 +104,8 @@ class IdMap {
   // The lines of admitted ids, -1 for others.
   void find_lines(const int64_t* keys, int64_t n, int64_t* lines) const {
     for (int64_t i = 0; i < n; ++i) {
-      if (i + kLookAhead < n) __builtin_prefetch(&slots_[home_of(keys[i + kLookAhead])]);
-      const uint64_t slot = find(keys[i]);
+      if (i + kLookAhead < n) slots_.prefetch(keys[i + kLookAhead]);
+      const uint64_t slot = slots_.find(keys[i]);
       lines[i] = slots_[slot].taken && has_row(slots_[slot]) ? slots_[slot].line : kNoLine;
     }
   }
@@ -139,7 +127,7 @@ class IdMap {
   bool load(bool admitted, const int64_t* keys, const int64_t* uses, const int64_t* last, int64_t n) {
     reserve(n);
     for (int64_t i = 0; i < n; ++i) {
-      Entry& entry = slots_[find_or_add(keys[i])];
+      Entry& entry = slots_[slots_.find_or_add(keys[i], batch_)];
       candidates_ -= is_candidate(entry);
       entry.uses = uint32_t(uses[i]), entry.last = uint32_t(last[i]);
       candidates_ += !admitted && is_candidate(entry);
@@ -155,11 +143,11 @@ class IdMap {
   // Ends the rows of these ids.
   void remove(const int64_t* keys, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
-      const uint64_t slot = find(keys[i]);
+      const uint64_t slot = slots_.find(keys[i]);
       if (!slots_[slot].taken) continue;
       int64_t count = 0;
       end_row(slots_[slot], &count);
-      erase(slot);
+      slots_.erase(slot);
     }
   }
 
@@ -183,50 +171,20 @@ class IdMap {
   void set_batch(int64_t batch) { batch_ = uint32_t(batch); }
 
   void numbers(int64_t* out) const {
-    out[0] = admitted_, out[1] = size_, out[2] = batch_, out[3] = expired_, out[4] = evicted_;
+    out[0] = admitted_, out[1] = slots_.num_entries(), out[2] = batch_, out[3] = expired_, out[4] = evicted_;
   }
 
  private:
-  uint64_t home_of(int64_t key) const { return hash_of(key) & (slots_.size() - 1); }
-
-  // The slot of a key, or the empty one where it would be.
-  uint64_t find(int64_t key) const {
-    uint64_t slot = home_of(key);
-    while (slots_[slot].taken && slots_[slot].key != key) slot = (slot + 1) & (slots_.size() - 1);
-    return slot;
-  }
-
-  uint64_t find_or_add(int64_t key) {
-    const uint64_t slot = find(key);
-    if (!slots_[slot].taken) {
-      slots_[slot] = {key, kNoLine, kNoLine, 0, batch_, 0, 1};
-      ++size_;
-    }
-    return slot;
-  }
-
-  // Makes room for n more entries, and drops empty ones if that moves all.
+  // Makes room for n more entries.
   void reserve(int64_t n) {
-    if (size_ + n <= kMostTaken * slots_.size()) return;
-    int64_t known = 0;
-    for (const Entry& entry : slots_) known += entry.taken && !is_empty(entry);
-    uint64_t wanted = slots_.size();
-    while (known + n > kMostKnown * wanted) wanted *= 2;
-    std::vector<Entry> before(wanted);
-    before.swap(slots_);
-    size_ = 0, hand_ = 0;
-    for (const Entry& entry : before) {
-      if (!entry.taken || is_empty(entry)) continue;
-      slots_[find(entry.key)] = entry;
-      ++size_;
-    }
+    if (slots_.reserve(n)) hand_ = 0;
   }
 
   // Erases the entries of ids that no training batch has had.
   void forget_unknown(const int64_t* keys, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
-      const uint64_t slot = find(keys[i]);
-      if (slots_[slot].taken && is_empty(slots_[slot])) erase(slot);
+      const uint64_t slot = slots_.find(keys[i]);
+      if (slots_[slot].taken && is_empty(slots_[slot])) slots_.erase(slot);
     }
   }
 
@@ -236,8 +194,6 @@ class IdMap {
 
   bool has_row(const Entry& entry) const { return entry.line != kNoLine && !is_expired(entry); }
 
-  // Whether nothing is known of the id: its row was evicted, or only batches that do not train had it.
-  static bool is_empty(const Entry& entry) { return entry.line == kNoLine && !entry.uses; }
   static bool is_candidate(const Entry& entry) { return entry.line == kNoLine && entry.uses; }
 
   uint32_t aged(const Entry& entry) const {
@@ -289,7 +245,7 @@ class IdMap {
   void make_room() {
     std::vector<Scored> others;
     others.reserve(admitted_);
-    for (uint64_t slot = 0; slot < slots_.size(); ++slot) {
+    for (uint64_t slot = 0; slot < slots_.num_slots(); ++slot) {
       Entry& entry = slots_[slot];
       if (!entry.taken || entry.line == kNoLine) continue;
       if (is_expired(entry))
@@ -306,7 +262,7 @@ class IdMap {
     if (options_.expire_after || candidates_ <= std::max(options_.rows, kMinCandidates)) return;
     std::vector<Scored> all;
     all.reserve(candidates_);
-    for (uint64_t slot = 0; slot < slots_.size(); ++slot)
+    for (uint64_t slot = 0; slot < slots_.num_slots(); ++slot)
       if (slots_[slot].taken && is_candidate(slots_[slot])) all.push_back(scored(slot));
     end_worst(all, all.size() / kForgottenShare);
   }
@@ -333,37 +289,24 @@ class IdMap {
   // Drops expired and empty entries of a part of the slots, so that all are visited twice in the life of a row.
   void sweep_some() {
     if (!options_.expire_after) return;
-    uint64_t left = kSweepsPerLife * slots_.size() / options_.expire_after + 1;
-    for (left = std::min(left, slots_.size()); left; --left) {
+    uint64_t left = kSweepsPerLife * slots_.num_slots() / options_.expire_after + 1;
+    for (left = std::min(left, slots_.num_slots()); left; --left) {
       Entry& entry = slots_[hand_];
       if (entry.taken && is_expired(entry)) {
         end_row(entry, &expired_);
-        erase(hand_);  // the next entry may move here
+        slots_.erase(hand_);  // the next entry may move here
       } else {
-        hand_ = (hand_ + 1) & (slots_.size() - 1);
+        hand_ = slots_.next(hand_);
       }
     }
   }
 
-  // Empties a slot, and moves entries after it back to where they would be without it.
-  void erase(uint64_t slot) {
-    const uint64_t mask = slots_.size() - 1;
-    --size_;
-    for (uint64_t next = (slot + 1) & mask; slots_[next].taken; next = (next + 1) & mask) {
-      const uint64_t home = home_of(slots_[next].key);
-      if (((next - home) & mask) < ((next - slot) & mask)) continue;
-      slots_[slot] = slots_[next];
-      slot = next;
-    }
-    slots_[slot].taken = 0;
-  }
-
   const Options options_;
   int64_t* const key_of_line_;
-  std::vector<Entry> slots_;
+  IdSlots slots_;
   std::vector<int32_t> free_, spares_;
   std::vector<int64_t> removed_;
-  int64_t size_ = 0, admitted_ = 0, candidates_ = 0, used_ = 0, expired_ = 0, evicted_ = 0;
+  int64_t admitted_ = 0, candidates_ = 0, used_ = 0, expired_ = 0, evicted_ = 0;
   uint64_t hand_ = 0;
   uint32_t batch_ = 0, call_ = 0;
   bool records_removed_ = false, has_lost_removed_ = false;

@@ -46,7 +46,9 @@ class RowLog {
         record_of_(num_rows, kNever),
         buffer_(pages_of(buffer_pages_ * page_bytes_)),
         buffer_begin_(-buffer_pages_),
-        reader_(in_flight, threads, page_bytes_) {}
+        reader_(in_flight, threads, page_bytes_),
+        in_flight_(in_flight),
+        threads_(threads) {}
 
   ~RowLog() {
     for (const Segment& segment : segments_)
@@ -66,7 +68,7 @@ class RowLog {
       else
         wanted.push_back({record, rows[i], lines[i]});
     }
-    return fetch(wanted, parts, num_parts, true) ? num_never : -1;
+    return fetch(reader_, wanted, parts, num_parts, true) ? num_never : -1;
   }
 
   // Appends `lines` of the parts as rows. Returns false after an error.
@@ -121,6 +123,7 @@ class RowLog {
     int64_t num_never = 0;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
+      if (!snapshot_reader_) snapshot_reader_ = std::make_unique<PageReader>(in_flight_, threads_, page_bytes_);
       const std::vector<uint32_t>& record_of = snapshots_.at(number).record_of;
       for (int64_t i = 0; i < n; ++i) {
         if (record_of[first + i] == kNever)
@@ -129,7 +132,7 @@ class RowLog {
           wanted.push_back({record_of[first + i], first + i, i});
       }
     }
-    return fetch(wanted, parts, num_parts, false) ? num_never : -1;
+    return fetch(*snapshot_reader_, wanted, parts, num_parts, false) ? num_never : -1;
   }
 
   void numbers(int64_t* out) const {
@@ -169,7 +172,7 @@ class RowLog {
   }
 
   // Reads pages in order, each once. `buffered`: some may not be written yet.
-  bool fetch(std::vector<Wanted>& wanted, const RowPart* parts, int64_t num_parts, bool buffered) {
+  bool fetch(PageReader& reader, std::vector<Wanted>& wanted, const RowPart* parts, int64_t num_parts, bool buffered) {
     std::sort(wanted.begin(), wanted.end(), [](const Wanted& a, const Wanted& b) { return a.record < b.record; });
     struct Group {  // the rows of a page
       const Wanted *begin, *end;
@@ -184,7 +187,7 @@ class RowLog {
       else if (!copy_rows(begin, next, buffer_.get() + (page - buffer_begin_) * page_bytes_, parts, num_parts))
         return false;
     }
-    return reader_.read(
+    return reader.read(
         stored.size(), [&](int64_t i) { return place_of(page_of(stored[i].begin->record)); },
         [&](int64_t i, const char* bytes, int64_t read) {
           const auto [begin, end] = stored[i];
@@ -360,6 +363,8 @@ class RowLog {
   std::mutex mutex_, error_mutex_;  // of segments and snapshots; of the error
   std::string error_;
   PageReader reader_;
+  std::unique_ptr<PageReader> snapshot_reader_;  // so that `read` does not wait for readers of snapshots
+  const int64_t in_flight_, threads_;
 };
 
 }  // namespace
