@@ -2,7 +2,7 @@
 //
 // An id gets a line of its own with its `admit_after`-th occurrence. Before, it is a candidate: only its uses are
 // counted, and each batch that has it gets a spare line with the id's initial values, until `release`. Without expiry
-// there are at most as many candidates as rows, or 1,024: then a quarter of them, chosen as rows are, is forgotten. Rows
+// there are at most as many candidates as rows, or 1,024: of more, all but three quarters of so many are forgotten. Rows
 // that no training batch has used for `expire_after` batches end, candidates too, and an id that comes back starts anew.
 // When all lines are taken, expired rows end first, then those with the fewest uses, halved for every `half_life`
 // batches since the last one, then the one used longest ago; never one that a batch in flight uses.
@@ -51,7 +51,7 @@ class IdMap {
     for (int64_t i = 0; i < n; ++i) {
       if (i + kLookAhead < n) slots_.prefetch(keys[i + kLookAhead]);
       const uint64_t slot = at[i] = slots_.find_or_add(keys[i], batch_);
-      Entry& entry = slots_[slot];
+      KnownId& entry = slots_[slot];
       if (entry.call != call_) {
         entry.call = call_;
         distinct.push_back(slot);
@@ -69,7 +69,7 @@ class IdMap {
     if (training)
       for (const uint64_t slot : distinct) candidates_ += is_candidate(slots_[slot]);
     for (const uint64_t slot : distinct) {
-      Entry& entry = slots_[slot];
+      KnownId& entry = slots_[slot];
       if (has_row(entry)) continue;
       int32_t line = kNoLine;
       if (training && entry.uses >= options_.admit_after) {
@@ -88,7 +88,7 @@ class IdMap {
       fresh[num_fresh] = line, fresh_keys[num_fresh++] = entry.key;
     }
     for (int64_t i = 0; i < n; ++i) {
-      const Entry& entry = slots_[at[i]];
+      const KnownId& entry = slots_[at[i]];
       lines[i] = has_row(entry) ? entry.line : entry.spare;
       update_lines[i] = has_row(entry) ? entry.line : options_.rows;
     }
@@ -112,12 +112,12 @@ class IdMap {
 
   // Admitted ids, or candidates, that have not expired, by id; without `keys` only their number is returned.
   int64_t list(bool admitted, int64_t* keys, int64_t* lines, int64_t* uses, int64_t* last) const {
-    std::vector<const Entry*> found;
-    for (const Entry& entry : slots_)
+    std::vector<const KnownId*> found;
+    for (const KnownId& entry : slots_)
       if (entry.taken && !is_expired(entry) && (entry.line != kNoLine) == admitted && (admitted || entry.uses))
         found.push_back(&entry);
     if (!keys) return found.size();
-    std::sort(found.begin(), found.end(), [](const Entry* a, const Entry* b) { return a->key < b->key; });
+    std::sort(found.begin(), found.end(), [](const KnownId* a, const KnownId* b) { return a->key < b->key; });
     for (size_t i = 0; i < found.size(); ++i)
       keys[i] = found[i]->key, lines[i] = found[i]->line, uses[i] = found[i]->uses, last[i] = found[i]->last;
     return found.size();
@@ -127,7 +127,7 @@ class IdMap {
   bool load(bool admitted, const int64_t* keys, const int64_t* uses, const int64_t* last, int64_t n) {
     reserve(n);
     for (int64_t i = 0; i < n; ++i) {
-      Entry& entry = slots_[slots_.find_or_add(keys[i], batch_)];
+      KnownId& entry = slots_[slots_.find_or_add(keys[i], batch_)];
       candidates_ -= is_candidate(entry);
       entry.uses = uint32_t(uses[i]), entry.last = uint32_t(last[i]);
       candidates_ += !admitted && is_candidate(entry);
@@ -155,7 +155,7 @@ class IdMap {
   // from the first call on; of more than the map has rows, none (`has_lost_removed`).
   int64_t take_removed(int64_t* keys) {
     records_removed_ = true;
-    for (Entry& entry : slots_)
+    for (KnownId& entry : slots_)
       if (entry.taken && is_expired(entry)) end_row(entry, &expired_);
     bound_removed();
     const int64_t n = removed_.size();
@@ -188,20 +188,20 @@ class IdMap {
     }
   }
 
-  bool is_expired(const Entry& entry) const {
+  bool is_expired(const KnownId& entry) const {
     return options_.expire_after && int64_t(batch_) - entry.last > options_.expire_after;
   }
 
-  bool has_row(const Entry& entry) const { return entry.line != kNoLine && !is_expired(entry); }
+  bool has_row(const KnownId& entry) const { return entry.line != kNoLine && !is_expired(entry); }
 
-  static bool is_candidate(const Entry& entry) { return entry.line == kNoLine && entry.uses; }
+  static bool is_candidate(const KnownId& entry) { return entry.line == kNoLine && entry.uses; }
 
-  uint32_t aged(const Entry& entry) const {
+  uint32_t aged(const KnownId& entry) const {
     const uint64_t halvings = (batch_ - entry.last) / options_.half_life;
     return halvings < 32 ? entry.uses >> halvings : 0;
   }
 
-  void begin_use(Entry& entry) {
+  void begin_use(KnownId& entry) {
     if (is_expired(entry)) end_row(entry, &expired_);
     candidates_ -= is_candidate(entry);  // `place` counts it again
     entry.uses = aged(entry);
@@ -209,7 +209,7 @@ class IdMap {
   }
 
   // Forgets an id; its entry stays, empty.
-  void end_row(Entry& entry, int64_t* count) {
+  void end_row(KnownId& entry, int64_t* count) {
     candidates_ -= is_candidate(entry);
     entry.uses = 0;
     if (entry.line == kNoLine) return;
@@ -246,7 +246,7 @@ class IdMap {
     std::vector<Scored> others;
     others.reserve(admitted_);
     for (uint64_t slot = 0; slot < slots_.num_slots(); ++slot) {
-      Entry& entry = slots_[slot];
+      KnownId& entry = slots_[slot];
       if (!entry.taken || entry.line == kNoLine) continue;
       if (is_expired(entry))
         end_row(entry, &expired_);
@@ -259,12 +259,13 @@ class IdMap {
 
   // Candidates are not in flight: they have no rows.
   void forget_candidates() {
-    if (options_.expire_after || candidates_ <= std::max(options_.rows, kMinCandidates)) return;
+    const int64_t most = std::max(options_.rows, kMinCandidates);
+    if (options_.expire_after || candidates_ <= most) return;
     std::vector<Scored> all;
     all.reserve(candidates_);
     for (uint64_t slot = 0; slot < slots_.num_slots(); ++slot)
       if (slots_[slot].taken && is_candidate(slots_[slot])) all.push_back(scored(slot));
-    end_worst(all, all.size() / kForgottenShare);
+    end_worst(all, int64_t(all.size()) - most / kForgottenShare * (kForgottenShare - 1));
   }
 
   struct Scored {
@@ -274,7 +275,7 @@ class IdMap {
   };
 
   Scored scored(uint64_t slot) const {
-    const Entry& entry = slots_[slot];
+    const KnownId& entry = slots_[slot];
     return {uint64_t(aged(entry)) << 32 | entry.last, entry.key, slot};
   }
 
@@ -291,7 +292,7 @@ class IdMap {
     if (!options_.expire_after) return;
     uint64_t left = kSweepsPerLife * slots_.num_slots() / options_.expire_after + 1;
     for (left = std::min(left, slots_.num_slots()); left; --left) {
-      Entry& entry = slots_[hand_];
+      KnownId& entry = slots_[hand_];
       if (entry.taken && is_expired(entry)) {
         end_row(entry, &expired_);
         slots_.erase(hand_);  // the next entry may move here

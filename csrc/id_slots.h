@@ -8,7 +8,7 @@
 
 constexpr int32_t kNoLine = -1;
 
-struct Entry {
+struct KnownId {
   int64_t key;
   int32_t line;         // of an admitted id, else kNoLine
   int32_t spare;        // of a candidate, in the last call that had it
@@ -18,16 +18,16 @@ struct Entry {
 };
 
 // Whether nothing is known of the id: its row was evicted, or only batches that do not train had it.
-inline bool is_empty(const Entry& entry) { return entry.line == kNoLine && !entry.uses; }
+inline bool is_empty(const KnownId& entry) { return entry.line == kNoLine && !entry.uses; }
 
 class IdSlots {
  public:
-  Entry& operator[](uint64_t slot) { return slots_[slot]; }
-  const Entry& operator[](uint64_t slot) const { return slots_[slot]; }
-  std::vector<Entry>::iterator begin() { return slots_.begin(); }
-  std::vector<Entry>::iterator end() { return slots_.end(); }
-  std::vector<Entry>::const_iterator begin() const { return slots_.begin(); }
-  std::vector<Entry>::const_iterator end() const { return slots_.end(); }
+  KnownId& operator[](uint64_t slot) { return slots_[slot]; }
+  const KnownId& operator[](uint64_t slot) const { return slots_[slot]; }
+  std::vector<KnownId>::iterator begin() { return slots_.begin(); }
+  std::vector<KnownId>::iterator end() { return slots_.end(); }
+  std::vector<KnownId>::const_iterator begin() const { return slots_.begin(); }
+  std::vector<KnownId>::const_iterator end() const { return slots_.end(); }
 
   uint64_t num_slots() const { return slots_.size(); }
   int64_t num_entries() const { return size_; }
@@ -54,13 +54,13 @@ class IdSlots {
   bool reserve(int64_t n) {
     if (size_ + n <= kMostTaken * slots_.size()) return false;
     int64_t known = 0;
-    for (const Entry& entry : slots_) known += entry.taken && !is_empty(entry);
+    for (const KnownId& entry : slots_) known += entry.taken && !is_empty(entry);
     uint64_t wanted = slots_.size();
     while (known + n > kMostKnown * wanted) wanted *= 2;
-    std::vector<Entry> before(wanted);
+    std::vector<KnownId> before(wanted);
     before.swap(slots_);
     size_ = 0;
-    for (const Entry& entry : before) {
+    for (const KnownId& entry : before) {
       if (!entry.taken || is_empty(entry)) continue;
       slots_[find(entry.key)] = entry;
       ++size_;
@@ -88,6 +88,6 @@ class IdSlots {
 
   uint64_t home_of(int64_t key) const { return hash_of(key) & (slots_.size() - 1); }
 
-  std::vector<Entry> slots_ = std::vector<Entry>(1 << 10);
+  std::vector<KnownId> slots_ = std::vector<KnownId>(1 << 10);
   int64_t size_ = 0;
 };

@@ -203,7 +203,7 @@ def test_candidates_do_not_pile_up():
             for admitted in (True, False):
                 assert torch.equal(first.known_ids(admitted=admitted).ids_E, second.known_ids(admitted=admitted).ids_E)
         assert len(first.known_ids(admitted=False).ids_E) <= 1024 + 600
-    assert torch.equal(first.known_ids().ids_E, torch.arange(70)) and first.numbers.entries < 4096
+    assert torch.equal(first.known_ids().ids_E, torch.arange(60)) and first.numbers.entries < 4096
 
 
 def test_mistakes_are_named():

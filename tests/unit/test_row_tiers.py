@@ -44,9 +44,9 @@ def test_rows_that_do_not_fit_in_memory_are_on_disk(sizes):
     large, small = result.plan.tables
     lines = cached_rows(large)
     assert lines is not None and lines % WAYS == 0 and len(small.placement.tiers) == 1
-    num_shards = len(large.rects)
+    num_shards = len({rect.rows for rect in large.rects})
     assert 0.1 * ROWS < lines * num_shards < 0.5 * ROWS
-    assert all(rect.cols == (0, 64) and len(rect.ranks) == 1 for rect in large.rects)
+    assert all(len(rect.ranks) == 1 for rect in large.rects)
     assert any(stage.name == "prefetch" for stage in result.plan.stages)
     found = result.candidate.tiers[0].found
     assert sum(found) == pytest.approx(1) and 0 < found[0] < 1
