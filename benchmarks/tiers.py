@@ -16,7 +16,8 @@ in proportion to the rows of a table; of "criteo" every table has equally many, 
 stream have the same losses to the bit, else it is an error.
 
 WARM steps fill the caches. A round is a turn of each side, in an order that rotates: a step that warms up, then STEPS
-that are timed. A JSON line per stream and side: milliseconds of a step (median, least, most over rounds), speed
+that are timed; of "criteo" as many rounds as a pass over its rows needs, since hits are fewest where it begins. A JSON
+line per stream and side: milliseconds of a step (median, least, most over rounds), speed
 relative to "memory" in the same round, hits of distinct rows and those that the planner expects, rows written back,
 kilobytes read and written per step by the process (/proc/self/io), the part of a step that it waited for rows, the
 limit and the peak of memory; with a measured cluster of one rank, the planner's step too. The planner expects hits from
@@ -25,6 +26,7 @@ the popularity of rows; for "criteo" it interpolates hits that were recorded in 
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -136,6 +138,7 @@ def measure(stream: str, folder: Path, num_rounds: int, warm: int, cluster: str)
     shares = {QUARTER: (ROW_BYTES / 4 - ROW_INDEX_BYTES) / (ROW_BYTES + LINE_BYTES)}
     shares |= {f"disk, {percent} %": percent / 100 for percent in (100, 10, 5)}
     names = SIDES_OF[stream]
+    num_rounds = max(num_rounds, math.ceil(Stream(stream, folder).pass_batches / (1 + STEPS)))
     with ExitStack() as stack:
         workers: dict[str, Worker] = {}
         for name in names:

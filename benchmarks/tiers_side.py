@@ -83,10 +83,15 @@ class Stream:
         draw = torch.Generator().manual_seed(0)
         self._ids = [] if self._columns is None else [torch.randperm(rows, generator=draw) for rows in self.rows]
 
+    @property
+    def pass_batches(self) -> int:
+        """Batches after which rows of the file repeat, with other ids; 0: never."""
+        return 0 if self._columns is None else self._columns.shape[1] // BATCH
+
     def batch(self, number: int) -> Batch:
         ids, numbers, labels = make_batch(number % CYCLE if self._name == "cycle" else number)
         if self._columns is not None:
-            copy, position = divmod(number, self._columns.shape[1] // BATCH)
+            copy, position = divmod(number, self.pass_batches)
             values = self._columns[:, position * BATCH : (position + 1) * BATCH]
             positions = torch.from_numpy(values + copy % COPIES * self._sizes[:, None])
             ids = torch.cat([order[own] for order, own in zip(self._ids, positions, strict=True)])

@@ -77,6 +77,7 @@ class Index {
     for (int64_t p = 0; p < threads; ++p) {
       const uint64_t begin = num_sets_ * p / threads, end = num_sets_ * (p + 1) / threads;
       Part& part = parts[p];
+      part.rows.reserve(n / threads), part.hashes.reserve(n / threads);
       for (int64_t i = 0; i < n; ++i) {
         const uint64_t hash = hash_of(keys[i]), set = number_of(hash);
         if (set < begin || set >= end) continue;
@@ -108,7 +109,8 @@ class Index {
       Set& set = sets_[lines[i] / kWays];
       const int64_t way = lines[i] % kWays;
       if (written) __atomic_store_n(&set.states[way].written, 1, __ATOMIC_RELAXED);
-      __atomic_fetch_sub(&set.states[way].pins, 1, __ATOMIC_RELEASE);
+      uint16_t& released = set.states[way].released;
+      __atomic_store_n(&released, uint16_t(released + 1), __ATOMIC_RELEASE);
     }
   }
 
@@ -237,8 +239,8 @@ class Index {
   }
 
   uint32_t aged(uint32_t uses, uint32_t age) const {
-    if (half_life_ < 0) return uses;
-    const uint64_t halvings = half_life_ ? age / half_life_ : 32;
+    if (half_life_ < 0 || age < half_life_) return uses;
+    const uint32_t halvings = half_life_ ? age / uint32_t(half_life_) : 32;
     return halvings < 32 ? uses >> halvings : 0;
   }
 
@@ -249,7 +251,7 @@ class Index {
     state.last = batch_;
     state.next = next;
     state.score = score;
-    __atomic_fetch_add(&state.pins, 1, __ATOMIC_RELAXED);
+    ++state.placed;
   }
 
   // Puts a row on a line that is empty or not pinned.

@@ -17,7 +17,9 @@ struct LineState {
   uint32_t uses, last;  // number of batches that used it, and the last of them
   uint32_t next;        // announced batches that use it: bit `number % kWindow`
   float score;
-  uint32_t pins;    // batches in flight that use the line
+  // Batches that got the line, and those that released it: equal numbers, modulo 2^16, if no batch in flight uses it.
+  // Each is written by one thread, so neither needs an atomic addition.
+  uint16_t placed, released;
   uint8_t written;  // since it was copied in
 };
 
@@ -60,7 +62,7 @@ inline int64_t way_of(const Set& set, uint64_t hash, int64_t key) {
 }
 
 inline bool is_pinned(const Set& set, int64_t way) {
-  return __atomic_load_n(&set.states[way].pins, __ATOMIC_ACQUIRE);
+  return set.states[way].placed != __atomic_load_n(&set.states[way].released, __ATOMIC_ACQUIRE);
 }
 
 // Announced uses of rows that are not in the cache, by key: open addressing, emptied as batches are placed.

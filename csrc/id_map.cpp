@@ -1,34 +1,27 @@
 // Which ids have a row in a table that grows, and on which line: a hash table from ids of 64 bits to lines.
 //
 // An id gets a line of its own with its `admit_after`-th occurrence. Before, it is a candidate: only its uses are
-// counted, and each batch that has it gets a spare line with the id's initial values, until `release`. Rows that no
-// training batch has used for `expire_after` batches end, candidates too, and an id that comes back starts anew. When
-// all lines are taken, expired rows end first, then those with the fewest uses, halved for every `half_life` batches
-// since the last one, then the one used longest ago; never one that a batch in flight uses.
+// counted, and each batch that has it gets a spare line with the id's initial values, until `release`. Without expiry
+// there are at most as many candidates as rows, or 1,024: of more, all but three quarters of so many are forgotten. Rows
+// that no training batch has used for `expire_after` batches end, candidates too, and an id that comes back starts anew.
+// When all lines are taken, expired rows end first, then those with the fewest uses, halved for every `half_life`
+// batches since the last one, then the one used longest ago; never one that a batch in flight uses.
 //
 // What an id gets depends only on the batches that were placed, in their order: not on when rows are released, nor on
 // where entries lie in the hash table.
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 #include <vector>
 
-#include "cache_set.h"
+#include "id_slots.h"
 #include "threads.h"
 
 namespace {
 
-constexpr int64_t kMinSlots = 1 << 10, kLookAhead = 16, kEvictedShare = 32, kSweepsPerLife = 2;
-constexpr int32_t kNoLine = -1;
-
-struct Entry {
-  int64_t key;
-  int32_t line;    // of an admitted id, else kNoLine
-  int32_t spare;   // of a candidate, in the last call that had it
-  uint32_t uses, last;  // halved with age; the last training batch that used it
-  uint32_t call;   // the last call of `place` that had it
-  uint32_t taken;  // whether the slot has an entry
-};
+constexpr int64_t kLookAhead = 16, kEvictedShare = 32, kSweepsPerLife = 2;
+constexpr int64_t kMinCandidates = 1 << 10, kForgottenShare = 4, kMinRemoved = 1 << 16;
 
 struct Options {
   int64_t rows, spares;  // lines of admitted ids, then one that collects what is not kept, then spare lines
@@ -39,7 +32,6 @@ struct Options {
 class IdMap {
  public:
   IdMap(const Options& options, int64_t* key_of_line) : options_(options), key_of_line_(key_of_line) {
-    slots_.resize(kMinSlots);
     for (int64_t i = options.spares; i-- > 0;) spares_.push_back(int32_t(options.rows + 1 + i));
   }
 
@@ -51,14 +43,15 @@ class IdMap {
     if (training) {
       ++batch_;
       sweep_some();
+      forget_candidates();
     }
     reserve(n);
     ++call_;
     std::vector<uint64_t> at(n), distinct;
     for (int64_t i = 0; i < n; ++i) {
-      if (i + kLookAhead < n) __builtin_prefetch(&slots_[home_of(keys[i + kLookAhead])], 1);
-      const uint64_t slot = at[i] = find_or_add(keys[i]);
-      Entry& entry = slots_[slot];
+      if (i + kLookAhead < n) slots_.prefetch(keys[i + kLookAhead]);
+      const uint64_t slot = at[i] = slots_.find_or_add(keys[i], batch_);
+      KnownId& entry = slots_[slot];
       if (entry.call != call_) {
         entry.call = call_;
         distinct.push_back(slot);
@@ -67,19 +60,26 @@ class IdMap {
       if (training) entry.uses += entry.uses != UINT32_MAX;
     }
     int64_t num_fresh = 0, num_spares = 0;
+    std::vector<uint64_t> admitted;
+    const auto undo = [&] {  // lines of this call have no values yet
+      for (const uint64_t slot : admitted) free_.push_back(slots_[slot].line), slots_[slot].line = kNoLine;
+      admitted_ -= admitted.size(), candidates_ += admitted.size();
+      release(spares, num_spares);
+    };
+    if (training)
+      for (const uint64_t slot : distinct) candidates_ += is_candidate(slots_[slot]);
     for (const uint64_t slot : distinct) {
-      Entry& entry = slots_[slot];
+      KnownId& entry = slots_[slot];
       if (has_row(entry)) continue;
       int32_t line = kNoLine;
       if (training && entry.uses >= options_.admit_after) {
-        line = entry.line = take_line();
-        if (line == kNoLine) return 0;
-        ++admitted_;
+        line = take_line();
+        if (line == kNoLine) return undo(), 0;
+        entry.line = line;
+        admitted.push_back(slot);
+        ++admitted_, --candidates_;
       } else {
-        if (spares_.empty()) {
-          release(spares, num_spares);
-          return -1;
-        }
+        if (spares_.empty()) return undo(), -1;
         line = entry.spare = spares_.back();
         spares_.pop_back();
         spares[num_spares++] = line;
@@ -88,7 +88,7 @@ class IdMap {
       fresh[num_fresh] = line, fresh_keys[num_fresh++] = entry.key;
     }
     for (int64_t i = 0; i < n; ++i) {
-      const Entry& entry = slots_[at[i]];
+      const KnownId& entry = slots_[at[i]];
       lines[i] = has_row(entry) ? entry.line : entry.spare;
       update_lines[i] = has_row(entry) ? entry.line : options_.rows;
     }
@@ -104,20 +104,20 @@ class IdMap {
   // The lines of admitted ids, -1 for others.
   void find_lines(const int64_t* keys, int64_t n, int64_t* lines) const {
     for (int64_t i = 0; i < n; ++i) {
-      if (i + kLookAhead < n) __builtin_prefetch(&slots_[home_of(keys[i + kLookAhead])]);
-      const uint64_t slot = find(keys[i]);
+      if (i + kLookAhead < n) slots_.prefetch(keys[i + kLookAhead]);
+      const uint64_t slot = slots_.find(keys[i]);
       lines[i] = slots_[slot].taken && has_row(slots_[slot]) ? slots_[slot].line : kNoLine;
     }
   }
 
   // Admitted ids, or candidates, that have not expired, by id; without `keys` only their number is returned.
   int64_t list(bool admitted, int64_t* keys, int64_t* lines, int64_t* uses, int64_t* last) const {
-    std::vector<const Entry*> found;
-    for (const Entry& entry : slots_)
+    std::vector<const KnownId*> found;
+    for (const KnownId& entry : slots_)
       if (entry.taken && !is_expired(entry) && (entry.line != kNoLine) == admitted && (admitted || entry.uses))
         found.push_back(&entry);
     if (!keys) return found.size();
-    std::sort(found.begin(), found.end(), [](const Entry* a, const Entry* b) { return a->key < b->key; });
+    std::sort(found.begin(), found.end(), [](const KnownId* a, const KnownId* b) { return a->key < b->key; });
     for (size_t i = 0; i < found.size(); ++i)
       keys[i] = found[i]->key, lines[i] = found[i]->line, uses[i] = found[i]->uses, last[i] = found[i]->last;
     return found.size();
@@ -127,8 +127,10 @@ class IdMap {
   bool load(bool admitted, const int64_t* keys, const int64_t* uses, const int64_t* last, int64_t n) {
     reserve(n);
     for (int64_t i = 0; i < n; ++i) {
-      Entry& entry = slots_[find_or_add(keys[i])];
+      KnownId& entry = slots_[slots_.find_or_add(keys[i], batch_)];
+      candidates_ -= is_candidate(entry);
       entry.uses = uint32_t(uses[i]), entry.last = uint32_t(last[i]);
+      candidates_ += !admitted && is_candidate(entry);
       if (!admitted || entry.line != kNoLine) continue;
       if (admitted_ == options_.rows) return false;
       entry.line = take_line();
@@ -141,20 +143,21 @@ class IdMap {
   // Ends the rows of these ids.
   void remove(const int64_t* keys, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
-      const uint64_t slot = find(keys[i]);
+      const uint64_t slot = slots_.find(keys[i]);
       if (!slots_[slot].taken) continue;
       int64_t count = 0;
       end_row(slots_[slot], &count);
-      erase(slot);
+      slots_.erase(slot);
     }
   }
 
-  // Ids whose rows ended since the last call; without `keys` only their number is returned. They are recorded from the
-  // first call on.
+  // Ids whose rows ended since the last call, each once; without `keys` only their number is returned. They are recorded
+  // from the first call on; of more than the map has rows, none (`has_lost_removed`).
   int64_t take_removed(int64_t* keys) {
     records_removed_ = true;
-    for (Entry& entry : slots_)
+    for (KnownId& entry : slots_)
       if (entry.taken && is_expired(entry)) end_row(entry, &expired_);
+    bound_removed();
     const int64_t n = removed_.size();
     if (!keys) return n;
     std::copy(removed_.begin(), removed_.end(), keys);
@@ -162,85 +165,70 @@ class IdMap {
     return n;
   }
 
+  // Whether ids whose rows ended were forgotten since the last call.
+  bool has_lost_removed() { return std::exchange(has_lost_removed_, false); }
+
   void set_batch(int64_t batch) { batch_ = uint32_t(batch); }
 
   void numbers(int64_t* out) const {
-    out[0] = admitted_, out[1] = size_, out[2] = batch_, out[3] = expired_, out[4] = evicted_;
+    out[0] = admitted_, out[1] = slots_.num_entries(), out[2] = batch_, out[3] = expired_, out[4] = evicted_;
   }
 
  private:
-  uint64_t home_of(int64_t key) const { return hash_of(key) & (slots_.size() - 1); }
-
-  // The slot of a key, or the empty one where it would be.
-  uint64_t find(int64_t key) const {
-    uint64_t slot = home_of(key);
-    while (slots_[slot].taken && slots_[slot].key != key) slot = (slot + 1) & (slots_.size() - 1);
-    return slot;
-  }
-
-  uint64_t find_or_add(int64_t key) {
-    const uint64_t slot = find(key);
-    if (!slots_[slot].taken) {
-      slots_[slot] = {key, kNoLine, kNoLine, 0, batch_, 0, 1};
-      ++size_;
-    }
-    return slot;
-  }
-
-  // Makes room for n more entries, and drops empty ones if that moves all.
+  // Makes room for n more entries.
   void reserve(int64_t n) {
-    if (10 * (size_ + n) <= int64_t(7 * slots_.size())) return;
-    int64_t known = 0;
-    for (const Entry& entry : slots_) known += entry.taken && !is_empty(entry);
-    uint64_t wanted = slots_.size();
-    while (2 * (known + n) > int64_t(wanted)) wanted *= 2;
-    std::vector<Entry> before(wanted);
-    before.swap(slots_);
-    size_ = 0, hand_ = 0;
-    for (const Entry& entry : before) {
-      if (!entry.taken || is_empty(entry)) continue;
-      slots_[find(entry.key)] = entry;
-      ++size_;
-    }
+    if (slots_.reserve(n)) hand_ = 0;
   }
 
   // Erases the entries of ids that no training batch has had.
   void forget_unknown(const int64_t* keys, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
-      const uint64_t slot = find(keys[i]);
-      if (slots_[slot].taken && is_empty(slots_[slot])) erase(slot);
+      const uint64_t slot = slots_.find(keys[i]);
+      if (slots_[slot].taken && is_empty(slots_[slot])) slots_.erase(slot);
     }
   }
 
-  bool is_expired(const Entry& entry) const {
+  bool is_expired(const KnownId& entry) const {
     return options_.expire_after && int64_t(batch_) - entry.last > options_.expire_after;
   }
 
-  bool has_row(const Entry& entry) const { return entry.line != kNoLine && !is_expired(entry); }
+  bool has_row(const KnownId& entry) const { return entry.line != kNoLine && !is_expired(entry); }
 
-  // Whether nothing is known of the id: its row was evicted, or only batches that do not train had it.
-  static bool is_empty(const Entry& entry) { return entry.line == kNoLine && !entry.uses; }
+  static bool is_candidate(const KnownId& entry) { return entry.line == kNoLine && entry.uses; }
 
-  uint32_t aged(const Entry& entry) const {
+  uint32_t aged(const KnownId& entry) const {
     const uint64_t halvings = (batch_ - entry.last) / options_.half_life;
     return halvings < 32 ? entry.uses >> halvings : 0;
   }
 
-  void begin_use(Entry& entry) {
+  void begin_use(KnownId& entry) {
     if (is_expired(entry)) end_row(entry, &expired_);
+    candidates_ -= is_candidate(entry);  // `place` counts it again
     entry.uses = aged(entry);
     entry.last = batch_;
   }
 
   // Forgets an id; its entry stays, empty.
-  void end_row(Entry& entry, int64_t* count) {
+  void end_row(KnownId& entry, int64_t* count) {
+    candidates_ -= is_candidate(entry);
     entry.uses = 0;
     if (entry.line == kNoLine) return;
-    if (records_removed_) removed_.push_back(entry.key);
+    if (records_removed_) {
+      removed_.push_back(entry.key);
+      if (int64_t(removed_.size()) > 2 * std::max(options_.rows, kMinRemoved)) bound_removed();
+    }
     free_.push_back(entry.line);
     entry.line = kNoLine;
     --admitted_;
     ++*count;
+  }
+
+  void bound_removed() {
+    std::sort(removed_.begin(), removed_.end());
+    removed_.erase(std::unique(removed_.begin(), removed_.end()), removed_.end());
+    if (int64_t(removed_.size()) <= std::max(options_.rows, kMinRemoved)) return;
+    removed_.clear();
+    has_lost_removed_ = true;
   }
 
   int32_t take_line() {
@@ -255,67 +243,74 @@ class IdMap {
 
   // Ends expired rows; if there are none, a share of the others. Entries stay where they are.
   void make_room() {
-    struct Candidate {
-      uint64_t score;  // uses, then the last batch
-      int64_t key;
-      uint64_t slot;
-    };
-    std::vector<Candidate> others;
+    std::vector<Scored> others;
     others.reserve(admitted_);
-    for (uint64_t slot = 0; slot < slots_.size(); ++slot) {
-      Entry& entry = slots_[slot];
+    for (uint64_t slot = 0; slot < slots_.num_slots(); ++slot) {
+      KnownId& entry = slots_[slot];
       if (!entry.taken || entry.line == kNoLine) continue;
       if (is_expired(entry))
         end_row(entry, &expired_);
       else if (int64_t(batch_) - entry.last >= options_.in_flight)
-        others.push_back({uint64_t(aged(entry)) << 32 | entry.last, entry.key, slot});
+        others.push_back(scored(slot));
     }
     if (!free_.empty() || others.empty()) return;
-    const int64_t num = std::min<int64_t>(others.size(), options_.rows / kEvictedShare + 1);
-    const auto is_worse = [](const Candidate& a, const Candidate& b) {
+    end_worst(others, std::min<int64_t>(others.size(), options_.rows / kEvictedShare + 1));
+  }
+
+  // Candidates are not in flight: they have no rows.
+  void forget_candidates() {
+    const int64_t most = std::max(options_.rows, kMinCandidates);
+    if (options_.expire_after || candidates_ <= most) return;
+    std::vector<Scored> all;
+    all.reserve(candidates_);
+    for (uint64_t slot = 0; slot < slots_.num_slots(); ++slot)
+      if (slots_[slot].taken && is_candidate(slots_[slot])) all.push_back(scored(slot));
+    end_worst(all, int64_t(all.size()) - most / kForgottenShare * (kForgottenShare - 1));
+  }
+
+  struct Scored {
+    uint64_t score;  // uses, then the last batch
+    int64_t key;
+    uint64_t slot;
+  };
+
+  Scored scored(uint64_t slot) const {
+    const KnownId& entry = slots_[slot];
+    return {uint64_t(aged(entry)) << 32 | entry.last, entry.key, slot};
+  }
+
+  void end_worst(std::vector<Scored>& entries, int64_t num) {
+    const auto is_worse = [](const Scored& a, const Scored& b) {
       return a.score != b.score ? a.score < b.score : a.key < b.key;
     };
-    std::nth_element(others.begin(), others.begin() + num - 1, others.end(), is_worse);
-    for (int64_t i = 0; i < num; ++i) end_row(slots_[others[i].slot], &evicted_);
+    std::nth_element(entries.begin(), entries.begin() + num - 1, entries.end(), is_worse);
+    for (int64_t i = 0; i < num; ++i) end_row(slots_[entries[i].slot], &evicted_);
   }
 
   // Drops expired and empty entries of a part of the slots, so that all are visited twice in the life of a row.
   void sweep_some() {
     if (!options_.expire_after) return;
-    uint64_t left = kSweepsPerLife * slots_.size() / options_.expire_after + 1;
-    for (left = std::min(left, slots_.size()); left; --left) {
-      Entry& entry = slots_[hand_];
+    uint64_t left = kSweepsPerLife * slots_.num_slots() / options_.expire_after + 1;
+    for (left = std::min(left, slots_.num_slots()); left; --left) {
+      KnownId& entry = slots_[hand_];
       if (entry.taken && is_expired(entry)) {
         end_row(entry, &expired_);
-        erase(hand_);  // the next entry may move here
+        slots_.erase(hand_);  // the next entry may move here
       } else {
-        hand_ = (hand_ + 1) & (slots_.size() - 1);
+        hand_ = slots_.next(hand_);
       }
     }
   }
 
-  // Empties a slot, and moves entries after it back to where they would be without it.
-  void erase(uint64_t slot) {
-    const uint64_t mask = slots_.size() - 1;
-    --size_;
-    for (uint64_t next = (slot + 1) & mask; slots_[next].taken; next = (next + 1) & mask) {
-      const uint64_t home = home_of(slots_[next].key);
-      if (((next - home) & mask) < ((next - slot) & mask)) continue;
-      slots_[slot] = slots_[next];
-      slot = next;
-    }
-    slots_[slot].taken = 0;
-  }
-
   const Options options_;
   int64_t* const key_of_line_;
-  std::vector<Entry> slots_;
+  IdSlots slots_;
   std::vector<int32_t> free_, spares_;
   std::vector<int64_t> removed_;
-  int64_t size_ = 0, admitted_ = 0, used_ = 0, expired_ = 0, evicted_ = 0;
+  int64_t admitted_ = 0, candidates_ = 0, used_ = 0, expired_ = 0, evicted_ = 0;
   uint64_t hand_ = 0;
   uint32_t batch_ = 0, call_ = 0;
-  bool records_removed_ = false;
+  bool records_removed_ = false, has_lost_removed_ = false;
 };
 
 }  // namespace
@@ -356,6 +351,10 @@ SHARDWRIGHT_API void shardwright_id_map_remove(void* map, const int64_t* keys, i
 
 SHARDWRIGHT_API int64_t shardwright_id_map_take_removed(void* map, int64_t* keys) {
   return static_cast<IdMap*>(map)->take_removed(keys);
+}
+
+SHARDWRIGHT_API int64_t shardwright_id_map_has_lost_removed(void* map) {
+  return static_cast<IdMap*>(map)->has_lost_removed();
 }
 
 SHARDWRIGHT_API void shardwright_id_map_set_batch(void* map, int64_t batch) {

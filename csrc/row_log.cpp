@@ -18,7 +18,7 @@
 #include <string>
 
 #include "crc.h"
-#include "io_threads.h"
+#include "page_reads.h"
 #include "row_log.h"
 #include "threads.h"
 
@@ -33,8 +33,9 @@ struct Segment {
 
 class RowLog {
  public:
-  // `direct`: reads and writes bypass the page cache.
-  RowLog(std::string folder, int64_t num_rows, int64_t row_bytes, int64_t segment_bytes, int64_t threads, bool direct)
+  // `in_flight`, `threads`: of reads, see PageReader. `direct`: reads and writes bypass the page cache.
+  RowLog(std::string folder, int64_t num_rows, int64_t row_bytes, int64_t segment_bytes, int64_t in_flight,
+         int64_t threads, bool direct)
       : folder_(std::move(folder)),
         page_bytes_((int64_t(sizeof(PageHeader)) + kRowBytes + row_bytes + kPage - 1) / kPage * kPage),
         record_bytes_(kRowBytes + row_bytes),
@@ -45,7 +46,9 @@ class RowLog {
         record_of_(num_rows, kNever),
         buffer_(pages_of(buffer_pages_ * page_bytes_)),
         buffer_begin_(-buffer_pages_),
-        io_(threads) {}
+        reader_(in_flight, threads, page_bytes_),
+        in_flight_(in_flight),
+        threads_(threads) {}
 
   ~RowLog() {
     for (const Segment& segment : segments_)
@@ -65,7 +68,7 @@ class RowLog {
       else
         wanted.push_back({record, rows[i], lines[i]});
     }
-    return fetch(wanted, parts, num_parts, true) ? num_never : -1;
+    return fetch(reader_, wanted, parts, num_parts, true) ? num_never : -1;
   }
 
   // Appends `lines` of the parts as rows. Returns false after an error.
@@ -93,8 +96,7 @@ class RowLog {
   // Makes what was written so far durable and keeps it. Returns the snapshot's number, or -1 after an error.
   int64_t take_snapshot() {
     if (!flush()) return -1;
-    for (int64_t s = 0; s < int64_t(segments_.size()); ++s)
-      if (segments_[s].file >= 0 && fdatasync(segments_[s].file)) return fail_errno("synchronize", s), -1;
+    if (!synchronize()) return -1;
     const std::lock_guard<std::mutex> lock(mutex_);
     Snapshot& taken = snapshots_[++last_snapshot_];
     taken.record_of = record_of_;
@@ -121,6 +123,7 @@ class RowLog {
     int64_t num_never = 0;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
+      if (!snapshot_reader_) snapshot_reader_ = std::make_unique<PageReader>(in_flight_, threads_, page_bytes_);
       const std::vector<uint32_t>& record_of = snapshots_.at(number).record_of;
       for (int64_t i = 0; i < n; ++i) {
         if (record_of[first + i] == kNever)
@@ -129,11 +132,12 @@ class RowLog {
           wanted.push_back({record_of[first + i], first + i, i});
       }
     }
-    return fetch(wanted, parts, num_parts, false) ? num_never : -1;
+    return fetch(*snapshot_reader_, wanted, parts, num_parts, false) ? num_never : -1;
   }
 
   void numbers(int64_t* out) const {
     out[0] = bytes_read_, out[1] = bytes_written_, out[2] = live_, out[3] = records_ - live_;
+    out[4] = reader_.by_ring();
   }
 
   std::string error() {
@@ -148,7 +152,8 @@ class RowLog {
   };
 
   int64_t page_of(uint32_t record) const { return record / page_records_; }
-  char* bytes_of(char* page, uint32_t record) const {
+  template <class Byte>
+  Byte* bytes_of(Byte* page, uint32_t record) const {
     return page + sizeof(PageHeader) + record % page_records_ * record_bytes_;
   }
   int64_t segment_of(uint32_t record) const { return page_of(record) / segment_pages_; }
@@ -167,37 +172,38 @@ class RowLog {
   }
 
   // Reads pages in order, each once. `buffered`: some may not be written yet.
-  bool fetch(std::vector<Wanted>& wanted, const RowPart* parts, int64_t num_parts, bool buffered) {
+  bool fetch(PageReader& reader, std::vector<Wanted>& wanted, const RowPart* parts, int64_t num_parts, bool buffered) {
     std::sort(wanted.begin(), wanted.end(), [](const Wanted& a, const Wanted& b) { return a.record < b.record; });
-    std::vector<int64_t> begins;  // of the rows of each page
-    for (int64_t i = 0; i < int64_t(wanted.size()); ++i)
-      if (!i || page_of(wanted[i].record) != page_of(wanted[i - 1].record)) begins.push_back(i);
-    const int64_t pages = begins.size();
-    begins.push_back(wanted.size());
-    std::atomic<bool> good{true};
-    io_.run(pages, [&](int64_t i) {
-      const Wanted *begin = wanted.data() + begins[i], *end = wanted.data() + begins[i + 1];
-      if (good && !fetch_page(begin, end, parts, num_parts, buffered)) good = false;
-    });
-    return good;
+    struct Group {  // the rows of a page
+      const Wanted *begin, *end;
+    };
+    std::vector<Group> stored;
+    const Wanted* const end = wanted.data() + wanted.size();
+    for (const Wanted *begin = wanted.data(), *next = begin; begin < end; begin = next) {
+      const int64_t page = page_of(begin->record);
+      while (next < end && page_of(next->record) == page) ++next;
+      if (!buffered || page < buffer_begin_ || page >= buffer_begin_ + buffer_pages_)
+        stored.push_back({begin, next});
+      else if (!copy_rows(begin, next, buffer_.get() + (page - buffer_begin_) * page_bytes_, parts, num_parts))
+        return false;
+    }
+    return reader.read(
+        stored.size(), [&](int64_t i) { return place_of(page_of(stored[i].begin->record)); },
+        [&](int64_t i, const char* bytes, int64_t read) {
+          const auto [begin, end] = stored[i];
+          return check_page(page_of(begin->record), bytes, read) && copy_rows(begin, end, bytes, parts, num_parts);
+        });
   }
 
-  bool fetch_page(const Wanted* begin, const Wanted* end, const RowPart* parts, int64_t num_parts, bool buffered) {
-    thread_local Pages memory;
-    thread_local int64_t size = 0;
-    if (size < page_bytes_) memory = pages_of(size = page_bytes_);
-    const int64_t page = page_of(begin->record);
-    char* bytes = memory.get();
-    if (buffered && page >= buffer_begin_ && page < buffer_begin_ + buffer_pages_)
-      bytes = buffer_.get() + (page - buffer_begin_) * page_bytes_;
-    else if (!read_page(page, bytes))
-      return false;
+  // Copies rows out of the bytes of their page.
+  bool copy_rows(const Wanted* begin, const Wanted* end, const char* bytes, const RowPart* parts, int64_t num_parts) {
     for (const Wanted* one = begin; one < end; ++one) {
       const char* from = bytes_of(bytes, one->record);
       int64_t row;
       std::memcpy(&row, from, kRowBytes);
       if (row != one->row)
-        return fail(name_of(page) + ": row " + std::to_string(row) + " in place of " + std::to_string(one->row));
+        return fail(name_of(page_of(one->record)) + ": row " + std::to_string(row) + " in place of " +
+                    std::to_string(one->row));
       from += kRowBytes;
       for (int64_t part = 0; part < num_parts; from += parts[part++].bytes)
         std::memcpy(parts[part].memory + one->line * parts[part].bytes, from, parts[part].bytes);
@@ -205,15 +211,14 @@ class RowLog {
     return true;
   }
 
-  bool read_page(int64_t page, char* bytes) {
-    const int64_t s = page / segment_pages_;
-    int file;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      file = segments_[s].file;
-    }
-    const int64_t read = pread(file, bytes, page_bytes_, page % segment_pages_ * page_bytes_);
-    if (read < 0) return fail_errno("read", s);
+  PagePlace place_of(int64_t page) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return {segments_[page / segment_pages_].file, page % segment_pages_ * page_bytes_};
+  }
+
+  // Whether a page is as it was written; `read`: the number of its bytes, or the negative error number.
+  bool check_page(int64_t page, const char* bytes, int64_t read) {
+    if (read < 0) return errno = int(-read), fail_errno("read", page / segment_pages_);
     bytes_read_ += page_bytes_;
     PageHeader header;
     std::memcpy(&header, bytes, sizeof(header));
@@ -267,11 +272,27 @@ class RowLog {
     return true;
   }
 
+  // Makes all files durable. A file that another thread removes meanwhile is no longer needed: duplicates stay valid.
+  bool synchronize() {
+    std::vector<int> files;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (const Segment& segment : segments_)
+        if (segment.file >= 0) files.push_back(fcntl(segment.file, F_DUPFD_CLOEXEC, 0));
+    }
+    bool good = true;
+    for (const int file : files) {
+      if (file < 0 || fdatasync(file)) good = good && fail(folder_ + ": cannot synchronize: " + std::strerror(errno));
+      if (file >= 0) close(file);
+    }
+    return good;
+  }
+
   bool begin_segment() {
     const std::lock_guard<std::mutex> lock(mutex_);
     int64_t s = 0;
     while (s < int64_t(segments_.size()) && segments_[s].file >= 0) ++s;
-    if ((s + 1) * segment_pages_ * page_records_ >= int64_t(kNever)) return fail("it has 4 billion records");
+    if ((s + 1) * segment_pages_ * page_records_ >= int64_t(kNever)) return fail(folder_ + " has 4 billion records");
     if (s == int64_t(segments_.size())) segments_.emplace_back();
     segments_[s] = {};
     segments_[s].name = ++last_name_;
@@ -295,7 +316,9 @@ class RowLog {
   bool copy_live(int64_t s) {
     const Pages memory = pages_of(page_bytes_);
     for (int64_t page = s * segment_pages_; page < (s + 1) * segment_pages_ && segments_[s].live; ++page) {
-      if (!read_page(page, memory.get())) return false;
+      const PagePlace at = place_of(page);
+      const int64_t read = pread(at.file, memory.get(), page_bytes_, at.offset);
+      if (!check_page(page, memory.get(), read < 0 ? -errno : read)) return false;
       PageHeader header;
       std::memcpy(&header, memory.get(), sizeof(header));
       for (uint32_t i = 0; i < header.records; ++i) {
@@ -339,14 +362,17 @@ class RowLog {
   std::atomic<int64_t> bytes_read_{0}, bytes_written_{0};
   std::mutex mutex_, error_mutex_;  // of segments and snapshots; of the error
   std::string error_;
-  IoThreads io_;
+  PageReader reader_;
+  std::unique_ptr<PageReader> snapshot_reader_;  // so that `read` does not wait for readers of snapshots
+  const int64_t in_flight_, threads_;
 };
 
 }  // namespace
 
 SHARDWRIGHT_API void* shardwright_row_log_new(const char* folder, int64_t num_rows, int64_t row_bytes,
-                                              int64_t segment_bytes, int64_t threads, int64_t direct) {
-  return new RowLog(folder, num_rows, row_bytes, segment_bytes, threads, direct);
+                                              int64_t segment_bytes, int64_t in_flight, int64_t threads,
+                                              int64_t direct) {
+  return new RowLog(folder, num_rows, row_bytes, segment_bytes, in_flight, threads, direct);
 }
 
 SHARDWRIGHT_API void shardwright_row_log_free(void* log) { delete static_cast<RowLog*>(log); }
@@ -377,7 +403,7 @@ SHARDWRIGHT_API int64_t shardwright_row_log_read_snapshot(void* log, int64_t sna
                                                   never);
 }
 
-// Bytes read and written; records that are live, and that are dead.
+// Bytes read and written; records that are live, and that are dead; 1 if reads go through io_uring.
 SHARDWRIGHT_API void shardwright_row_log_numbers(const void* log, int64_t* numbers) {
   static_cast<const RowLog*>(log)->numbers(numbers);
 }

@@ -230,7 +230,9 @@ def plan(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set.")
     ] = None,
     batch: Annotated[int, typer.Option(min=0, help="Global batch size. Default: the recipe's.")] = 0,
-    explain: Annotated[bool, typer.Option("--explain", help="Print all tables, and all dense strategies.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print all tables and all parallelism strategies.")
+    ] = False,
     compare: Annotated[Path | None, typer.Option(help="Compare with another plan of this workload.")] = None,
     export: Annotated[
         str, typer.Option(help='"torchrec": also plan for TorchRec, and write that plan as a Python module.')
@@ -239,7 +241,8 @@ def plan(
 ) -> None:
     """Plan the sharding of tables and the schedule of a step, and predict its time; write the plan and a page.
 
-    For recorded routing of experts, predict what copies and steps would gain, and place experts: docs/routing.md.
+    For recorded routing of experts, predict the gain of copies and of exchange in steps, and place experts:
+    docs/routing.md.
 
     \b
     shardwright plan synthetic-dlrm --cluster cluster.toml

@@ -27,8 +27,12 @@ class StoredRows(Protocol):
         """(R, C) Some rows."""
         ...
 
-    def write(self, first: int, values_RC: Tensor) -> None:
-        """Replace rows from `first` on."""
+    def write(self, indices: Tensor, columns: IndexRange, values_RC: Tensor) -> None:
+        """Replace some columns of some rows."""
+        ...
+
+    def nonfinite_row(self) -> int | None:
+        """A row with a NaN or infinity, None if there is none."""
         ...
 
     def snapshot(self) -> "StoredRows":
@@ -69,8 +73,8 @@ class Rectangle:
         return self.rows[1] - self.rows[0] if isinstance(self.rows, tuple) else len(self.rows)
 
 
-def chunks(rectangle: Rectangle) -> Iterator[Rectangle]:
-    """A stored rectangle as several with memory for their values, which are undefined; others as they are."""
+def loaded_chunks(rectangle: Rectangle) -> Iterator[Rectangle]:
+    """A stored rectangle as several with their values in memory; others as they are."""
     if rectangle.stored is None:
         yield rectangle
         return
@@ -79,18 +83,8 @@ def chunks(rectangle: Rectangle) -> Iterator[Rectangle]:
     for first in range(0, rectangle.num_rows, step):
         end = min(first + step, rectangle.num_rows)
         part = (rows[0] + first, rows[0] + end) if isinstance(rows, tuple) else rows[first:end]
-        memory = torch.empty(end - first, *values.shape[1:], dtype=values.dtype)
+        memory = rectangle.stored.read(first, end - first).view(end - first, *values.shape[1:])
         yield replace(rectangle, values=memory, rows=part, changed_rows=None, stored=None)
-
-
-def loaded_chunks(rectangle: Rectangle) -> Iterator[Rectangle]:
-    """As `chunks`, with their values."""
-    first = 0
-    for chunk in chunks(rectangle):
-        if rectangle.stored is not None:
-            chunk.values_RC.copy_(rectangle.stored.read(first, chunk.num_rows))
-        first += chunk.num_rows
-        yield chunk
 
 
 def full_rectangle(name: str, tensor: Tensor) -> Rectangle:

@@ -10,7 +10,7 @@ from rich.console import Console
 checkpoint = typer.Typer(help="Inspect, verify, reshard and export checkpoints.", no_args_is_help=True)
 
 CheckpointArgument = Annotated[
-    Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint; of a run or a folder, its last checkpoint.")
+    Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run or folder whose last checkpoint is used.")
 ]
 MAX_SHOWN = 20  # number of tensors that `inspect` lists
 

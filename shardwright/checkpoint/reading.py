@@ -59,7 +59,9 @@ class Checkpoint:
 
     @torch.no_grad()
     def fill(self, rectangles: Sequence[Rectangle]) -> None:
-        """Read values into the rectangles' tensors; round to nearest where their dtype is not the stored dtype."""
+        """Read values into the rectangles' tensors, or into the rows that they store.
+
+        Values are rounded to nearest where the dtype is not the stored one."""
         targets = [rect if _is_writable(rect) else replace(rect, values=_empty_like(rect)) for rect in rectangles]
         layers = [list(self._layers(target.name)) for target in targets]
         coverage = [_Coverage(target) for target in targets]
@@ -74,8 +76,10 @@ class Checkpoint:
                     ]
                     for target, target_layers in zip(targets, layers, strict=True)
                 ]
-                for _ in pool.map(_Block.__call__, chain.from_iterable(blocks)):
+                for _ in pool.map(_Block.__call__, _of(blocks, targets, is_stored=False)):
                     pass
+                for block in _of(blocks, targets, is_stored=True):
+                    block.store()
                 for covered, target_blocks in zip(coverage, blocks, strict=True):
                     covered.add(depth, target_blocks)
         self._check_complete(coverage)
@@ -184,11 +188,24 @@ class _Block:
         if self._is_direct(values_RC):
             self.reader.read_block(stored, self.start, out=values_RC[self.target_rows])
             return
-        block_RC = self.reader.read_block(stored, self.start)
-        if self.scales is not None:
-            block_RC = block_RC.to(self.scales.dtype) * self.scales[self.start : self.start + len(block_RC)]
+        block_RC = self._read()
         for (a, b), (c, d) in self.columns:
             values_RC[self.target_rows, c:d] = block_RC[self.source_rows, a:b].to(values_RC.dtype)
+
+    def store(self) -> None:
+        """Read the block and write the requested values to the rows that the target stores."""
+        block_RC, stored = self._read(), self.target.stored
+        assert stored is not None
+        if isinstance(rows := self.target_rows, slice):
+            rows = torch.arange(rows.start, rows.stop)
+        for (a, b), columns in self.columns:
+            stored.write(rows, columns, block_RC[self.source_rows, a:b].to(self.target.values.dtype))
+
+    def _read(self) -> Tensor:
+        block_RC = self.reader.read_block(self.piece.values, self.start)
+        if self.scales is None:
+            return block_RC
+        return block_RC.to(self.scales.dtype) * self.scales[self.start : self.start + len(block_RC)]
 
     def _is_direct(self, values_RC: Tensor) -> bool:
         """Whether the block can be read directly into the destination, without selection or conversion."""
@@ -201,6 +218,13 @@ class _Block:
             and self.scales is None
             and [*self.columns] == [((0, stored.shape[1]), (0, values_RC.shape[1]))]
         )
+
+
+def _of(blocks: Sequence[Sequence[_Block]], targets: Sequence[Rectangle], *, is_stored: bool) -> Iterator[_Block]:
+    """The blocks of targets that store their rows, or of the others."""
+    return chain.from_iterable(
+        own for own, target in zip(blocks, targets, strict=True) if (target.stored is not None) == is_stored
+    )
 
 
 def _all_numbers(reader: ArrayReader, entry: TensorEntry) -> Tensor:
@@ -283,8 +307,8 @@ def _shared_rows(reader: ArrayReader, piece: StoredRectangle, target: Rectangle)
 
 
 def _is_writable(rect: Rectangle) -> bool:
-    """Whether blocks can be read into the rectangle's own tensor."""
-    return rect.values.is_contiguous() and rect.values.device.type == "cpu"
+    """Whether blocks can be read into the rectangle's own tensor or stored rows."""
+    return rect.stored is not None or (rect.values.is_contiguous() and rect.values.device.type == "cpu")
 
 
 def _empty_like(rect: Rectangle) -> Tensor:

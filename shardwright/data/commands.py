@@ -24,7 +24,7 @@ def inspect(
 ) -> None:
     """Summarize a click log, or a text: its tokens, documents, their lengths, and its first tokens.
 
-    Of a click log: rows, base rate, and the values, skew and suggested table size of each column.
+    For a click log: rows, base rate, and each column's values, skew and suggested table size.
 
     \b
     shardwright data inspect train.tsv.gz                        Criteo and Avazu logs are recognized by their columns

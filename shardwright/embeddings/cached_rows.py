@@ -8,7 +8,7 @@ lines of rows that were not there.
 Shape legend: U distinct rows of a batch, L lines, E rows of the shard, R rows of a chunk, C columns.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
@@ -19,21 +19,22 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.pending import Pending, ready
-from shardwright.embeddings.store import DiskSnapshot, DiskStore
+from shardwright.embeddings.store import DiskSnapshot, DiskStore, row_bytes_of
 from shardwright.kernels import cache_index
 from shardwright.kernels.cache_index import CacheIndex, PlacedRows
+from shardwright.rectangle import IndexRange
 from shardwright.spec.row_cache import HALF_LIFE_BATCHES
 
 T = TypeVar("T")
-CHUNK_BYTES = 16 << 20  # of rows that are copied at a time when all are
+CHUNK_BYTES = 16 << 20  # of whole rows that are copied at a time when many are
 
 
 class CachedRows:
     """`parts_L`: the lines, of each tensor of a row. `row_of_L`: the row of each line."""
 
-    def __init__(self, parts_L: Sequence[Tensor], store: DiskStore, copier: ThreadPoolExecutor) -> None:
+    def __init__(self, parts_L: Sequence[Tensor], store: DiskStore, copier: ThreadPoolExecutor, table: str) -> None:
         self.parts_L, self.store, self._copier = parts_L, store, copier
-        self.index = CacheIndex(len(parts_L[0]), HALF_LIFE_BATCHES)
+        self.index = CacheIndex(len(parts_L[0]), HALF_LIFE_BATCHES, table)
         self.row_of_L = torch.full((len(parts_L[0]),), -1)
         self._last: Future[None] | None = None
         self._failure: Exception | None = None
@@ -64,36 +65,53 @@ class CachedRows:
     def write_back(self) -> None:
         """Copy all lines that were written to the store."""
         self._wait()
+        if not self.index.may_be_written:
+            return
         lines, rows = self.index.written_lines()
         self.keep_failure(lambda: self._copier.submit(self.store.write, rows, lines, self.parts_L).result())
         self.index.written_lines(clear=True)
 
     def read_all(self, part: int) -> Tensor:
         """(E, ...) One tensor of all rows."""
-        like = self.store.empty_parts(0)[part]
-        found = like.new_empty(self.store.num_rows, *like.shape[1:])
-        rows_of_chunk = max(1, CHUNK_BYTES // max(1, found[:1].nbytes))
         with closing(self.stored_parts()[part].snapshot()) as stored:
-            for first in range(0, len(found), rows_of_chunk):
-                chunk = found[first : first + rows_of_chunk]
-                chunk.copy_(stored.read(first, len(chunk)).view(chunk.shape))
-        return found
+            return stored.read(0, self.store.num_rows).view(-1, *self.parts_L[part].shape[1:])
 
-    def read_rows(self, rows_U: Tensor) -> list[Tensor]:
-        """Rows as they are now, of each tensor."""
+    def read_rows(self, part: int, rows_U: Tensor) -> Tensor:
+        """One tensor of rows as they are now."""
         self.write_back()
+        values_U = self._empty(part, len(rows_U))
+        for values, rows in zip(values_U.split(self.chunk_rows), rows_U.split(self.chunk_rows), strict=True):
+            values.copy_(self._read(rows)[part])
+        return values_U
+
+    def write_rows(self, part: int, rows_U: Tensor, columns: IndexRange, values_UC: Tensor) -> None:
+        """Replace some columns of one tensor of some rows, in the store and in the cache."""
+        self.write_back()
+        for values_RC, rows in zip(values_UC.split(self.chunk_rows), rows_U.split(self.chunk_rows), strict=True):
+            parts, lines = self._read(rows), self.find(rows)
+            _columns_of(parts[part], columns).copy_(values_RC)
+            self.store.write(rows, torch.arange(len(rows)), parts)
+            here = lines >= 0
+            self.parts_L[part][lines[here]] = parts[part][here].to(self.parts_L[part].dtype)
+
+    def nonfinite_row(self) -> int | None:
+        """A row whose weight is not finite, None if there is none."""
+        self.write_back()
+        return min(self.store.nonfinite_rows, default=None)
+
+    @property
+    def chunk_rows(self) -> int:
+        """How many whole rows are copied at a time when many are."""
+        return max(1, CHUNK_BYTES // sum(map(row_bytes_of, self.store.empty_parts(0))))
+
+    def _read(self, rows_U: Tensor) -> list[Tensor]:
         parts = self.store.empty_parts(len(rows_U))
         self.store.read(rows_U, torch.arange(len(rows_U)), parts)
         return parts
 
-    def write_rows(self, part: int, rows_U: Tensor, values_U: Tensor) -> None:
-        """Replace one tensor of some rows, in the store and in the cache."""
-        parts = self.read_rows(rows_U)
-        parts[part].copy_(values_U)
-        self.store.write(rows_U, torch.arange(len(rows_U)), parts)
-        lines_U = self.find(rows_U)
-        here = lines_U >= 0
-        self.parts_L[part][lines_U[here]] = parts[part][here].to(self.parts_L[part].dtype)
+    def _empty(self, part: int, num: int) -> Tensor:
+        like = self.store.empty_parts(0)[part]
+        return like.new_empty(num, *like.shape[1:])
 
     def stored_parts(self) -> list["StoredPart"]:
         """Each tensor of all rows."""
@@ -158,11 +176,14 @@ class SharedSnapshot:
             self._snapshot = None
             self._stack.close()
 
-    def read(self, first: int, num: int) -> list[Tensor]:
+    def read(self, first: int, num: int) -> Iterator[list[Tensor]]:
+        """Rows from `first` on, some at a time."""
         assert self._snapshot is not None
-        parts = self._cached.store.empty_parts(num)
-        self._snapshot.read(first, parts)
-        return parts
+        step = self._cached.chunk_rows
+        for start in range(first, first + num, step):
+            parts = self._cached.store.empty_parts(min(step, first + num - start))
+            self._snapshot.read(start, parts)
+            yield parts
 
 
 class StoredPart:
@@ -176,22 +197,19 @@ class StoredPart:
         return self._cached.store.empty_parts(0)[self._part].dtype
 
     def read(self, first: int, num: int) -> Tensor:
-        if self._is_open:
-            parts = self._shared.read(first, num)
-        else:
-            parts = self._cached.read_rows(torch.arange(first, first + num))
-        return self._as_matrix(parts)
+        if not self._is_open:
+            return self.select(torch.arange(first, first + num))
+        chunks = [parts[self._part] for parts in self._shared.read(first, num)]
+        return _as_matrix(torch.cat(chunks)) if chunks else self.select(torch.arange(0))
 
     def select(self, indices: Tensor) -> Tensor:
-        return self._as_matrix(self._cached.read_rows(indices))
+        return _as_matrix(self._cached.read_rows(self._part, indices))
 
-    def write(self, first: int, values_RC: Tensor) -> None:
-        shape = (len(values_RC), *self._cached.parts_L[self._part].shape[1:])
-        self._cached.write_rows(self._part, torch.arange(first, first + len(values_RC)), values_RC.view(shape))
+    def write(self, indices: Tensor, columns: IndexRange, values_RC: Tensor) -> None:
+        self._cached.write_rows(self._part, indices, columns, values_RC)
 
-    def _as_matrix(self, parts: Sequence[Tensor]) -> Tensor:
-        part = parts[self._part]
-        return part.view(len(part), prod(part.shape[1:]))
+    def nonfinite_row(self) -> int | None:
+        return self._cached.nonfinite_row()
 
     def snapshot(self) -> "StoredPart":
         self._shared.open()
@@ -199,3 +217,11 @@ class StoredPart:
 
     def close(self) -> None:
         self._shared.close()
+
+
+def _as_matrix(part_R: Tensor) -> Tensor:
+    return part_R.view(len(part_R), prod(part_R.shape[1:]))
+
+
+def _columns_of(part_R: Tensor, columns: IndexRange) -> Tensor:
+    return _as_matrix(part_R)[:, slice(*columns)]

@@ -14,7 +14,7 @@ from shardwright.embeddings.cached_rows import CachedRows
 from shardwright.embeddings.layout import TableShard
 from shardwright.embeddings.row_order import RowOrder
 from shardwright.embeddings.rows_folder import RowsFolder
-from shardwright.embeddings.store import DiskStore, supports_direct
+from shardwright.embeddings.store import DiskStore
 from shardwright.kernels import embedding
 from shardwright.kernels.initial import CHUNK_ELEMENTS
 from shardwright.kernels.native import use_huge_pages
@@ -57,8 +57,7 @@ def make_cached_rows(bags: EmbeddingTables, shard: TableShard, order: RowOrder, 
             part_U.fill_(module.initial_state)
 
     folder, stored = caches.folder.make_subfolder(), [parts_L[0][:0].to(module.weight.dtype), *parts_L[1:]]
-    direct = supports_direct(folder)
-    store = DiskStore(folder, end - start, stored, fill, direct=direct, rounding_key=module.rounding_key)
+    store = DiskStore(folder, end - start, stored, fill, rounding_key=module.rounding_key)
     if not module.weight.is_meta:
         states = bags.state(table.name) if bags.steps[table.name] else {}
         step = max(1, CHUNK_ELEMENTS // shard.dim)
@@ -73,4 +72,4 @@ def make_cached_rows(bags: EmbeddingTables, shard: TableShard, order: RowOrder, 
                 values = (module.weight if name == "weight" else states[name])[ids_U]
                 part_U.copy_(torch.cat([values[:, a:b] for a, b in shard.cols], 1) if values.dim() == 2 else values)
             store.write(rows_U, torch.arange(len(rows_U)), parts_U)
-    return CachedRows(parts_L, store, caches.copier)
+    return CachedRows(parts_L, store, caches.copier, table.name)

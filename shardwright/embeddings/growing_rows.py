@@ -15,10 +15,12 @@ from torch import Tensor
 
 from shardwright.embeddings.layout import TableShard
 from shardwright.kernels import embedding
+from shardwright.kernels.finite import first_nonfinite_row
 from shardwright.kernels.id_map import IdMap, KnownIds, PlacedBatch
 from shardwright.kernels.initial import uniform_rows
 from shardwright.kernels.native import use_huge_pages
 from shardwright.layers.embedding import EmbeddingTables
+from shardwright.rectangle import IndexRange
 from shardwright.spec.optimizer import state_shapes
 
 MIN_SPARES = 1 << 20  # lines for ids of the batches in flight that have no row of their own
@@ -47,7 +49,7 @@ class GrowingRows:
         assert table.growth is not None
         module, rows = bags.holder(table.name), shard.rows[1] - shard.rows[0]
         self._table, self._growth, self._in_flight = table.name, table.growth, in_flight
-        self.ids = IdMap(rows, max(rows, MIN_SPARES), table.growth, in_flight)
+        self.ids = IdMap(table.name, rows, max(rows, MIN_SPARES), table.growth, in_flight)
         num_lines = self.ids.num_lines
         shapes = state_shapes(bags.optimizer, num_lines, shard.dim) if bags.optimizer else {}
         dtype = embedding.vector_dtype(module.weight.dtype)
@@ -90,7 +92,8 @@ class GrowingRows:
         if len(rows.ids_E) > self.ids.rows:
             kept = _most_used(rows, batches, self._growth.half_life, self.ids.rows)
             rows = KnownIds(*(part[kept] for part in rows))
-        fresh = IdMap(self.ids.rows, self.ids.num_lines - self.ids.rows - 1, self._growth, self._in_flight)
+        num_spares = self.ids.num_lines - self.ids.rows - 1
+        fresh = IdMap(self._table, self.ids.rows, num_spares, self._growth, self._in_flight)
         fresh.load(batches, rows, candidates)
         self.ids = fresh
 
@@ -98,9 +101,10 @@ class GrowingRows:
 def _most_used(rows: KnownIds, batches: int, half_life: int, num: int) -> Tensor:
     """Ascending indices of the rows that are evicted last (csrc/id_map.cpp: make_room)."""
     halvings_E = (batches - rows.last_E).div(half_life, rounding_mode="floor").clamp(0, 32)
-    by_last = rows.last_E.argsort(descending=True, stable=True)
-    by_uses = (rows.uses_E >> halvings_E)[by_last].argsort(descending=True, stable=True)
-    return by_last[by_uses][:num].sort().values
+    order = torch.arange(len(rows.ids_E) - 1, -1, -1)  # of equals the lowest id is evicted first
+    for score_E in (rows.last_E, rows.uses_E >> halvings_E):
+        order = order[score_E[order].argsort(descending=True, stable=True)]
+    return order[:num].sort().values
 
 
 class GrowingPart:
@@ -117,9 +121,11 @@ class GrowingPart:
     def select(self, indices: Tensor) -> Tensor:
         return self._as_matrix(self._part_L[self._lines_E[indices]])
 
-    def write(self, first: int, values_RC: Tensor) -> None:
-        lines_E = self._lines_E[first : first + len(values_RC)]
-        self._part_L[lines_E] = values_RC.view(len(lines_E), *self._part_L.shape[1:])
+    def write(self, indices: Tensor, columns: IndexRange, values_RC: Tensor) -> None:
+        self._part_L.view(len(self._part_L), -1)[self._lines_E[indices], slice(*columns)] = values_RC
+
+    def nonfinite_row(self) -> int | None:
+        return first_nonfinite_row(self._part_L[self._lines_E])
 
     def snapshot(self) -> "GrowingPart":
         """Copies the rows."""

@@ -23,12 +23,13 @@ from torch import Tensor
 from shardwright.errors import UserError
 from shardwright.kernels.rounding import row_keys, stochastic_round
 from shardwright.library import native_library
-from shardwright.spec.row_cache import IO_THREADS, RECORD_HEADER_BYTES
+from shardwright.spec.row_cache import IO_THREADS, READS_IN_FLIGHT, RECORD_HEADER_BYTES
 
 SEGMENT_BYTES = 16 << 20
 DEAD_SHARE = 0.5  # of the records of a segment that is compacted
 COMPACTED_SEGMENTS = 2  # at most, for each segment that is written
 MAX_SEGMENTS = 256  # of live rows; each is an open file
+MAX_ROWS = 1 << 30  # of a store: its index has 32 bits for records, some of them out of date
 FillRows = Callable[[Tensor, Sequence[Tensor]], None]  # writes the initial values of rows to these tensors
 
 
@@ -59,12 +60,14 @@ class MemoryStore:
 
 @dataclass(frozen=True, slots=True)
 class DiskNumbers:
-    """Bytes since the store began; records that are in use, and that later ones replaced."""
+    """Bytes since the store began; records that are in use, and that later ones replaced. `by_ring`: 1 if pages are
+    read through io_uring, 0 if by threads."""
 
     bytes_read: int
     bytes_written: int
     live_records: int
     dead_records: int
+    by_ring: int
 
 
 class DiskStore:
@@ -93,16 +96,22 @@ class DiskStore:
         if next(folder.iterdir(), None) is not None:
             raise UserError(f"{folder} is not empty: tables on disk need a folder of their own")
         if direct and not supports_direct(folder):
-            raise UserError(f"the file system of {folder} does not support direct input and output; use another folder")
+            raise UserError(
+                f"the file system of {folder} does not read past the page cache (direct input and output), or is in "
+                "memory: set TMPDIR to a folder on a disk"
+            )
+        if num_rows > MAX_ROWS:
+            raise UserError(f"a shard of {num_rows:,} rows on disk; at most {MAX_ROWS:,}: shard the table by rows")
         self.folder, self.num_rows, self._native, self._fill = folder, num_rows, native, fill
         self._parts = [part[:0] for part in parts]
         self._rounding_key, self._num_rounded = rounding_key, 0
+        self.nonfinite_rows: set[int] = set()  # rows whose weight was not finite when it was written
         row_bytes = sum(row_bytes_of(part) for part in parts)
         self._segment_bytes = max(SEGMENT_BYTES, num_rows * row_bytes // MAX_SEGMENTS)
         self._record_bytes = row_bytes + RECORD_HEADER_BYTES
         _raise_file_limit()
         self._log = native.shardwright_row_log_new(
-            os.fsencode(folder), num_rows, row_bytes, self._segment_bytes, IO_THREADS, direct
+            os.fsencode(folder), num_rows, row_bytes, self._segment_bytes, READS_IN_FLIGHT, IO_THREADS, direct
         )
         self._close = weakref.finalize(self, _close, native, self._log, folder)
         self._close.atexit = False  # a generator that is closed later may still use it
@@ -130,11 +139,20 @@ class DiskStore:
             keys_U = row_keys(self._rounding_key, self._num_rounded, rows_U)
             parts_L = [part_L[lines_U] for part_L in parts_L]
             parts_L[0], lines_U = stochastic_round(parts_L[0], self._parts[0].dtype, keys_U), torch.arange(len(rows_U))
+        self._note_nonfinite(rows_U, lines_U, parts_L[0])
         rows, lines, parts, native = rows_U.contiguous(), lines_U.contiguous(), _part_table(parts_L), self._native
         pointers = rows.data_ptr(), lines.data_ptr(), len(rows)
         self._raise_if_failed(native.shardwright_row_log_write(self._log, *pointers, parts.ctypes.data, len(parts)) - 1)
         num_segments = COMPACTED_SEGMENTS * (1 + len(rows) * self._record_bytes // self._segment_bytes)
         self._raise_if_failed(native.shardwright_row_log_compact(self._log, DEAD_SHARE, num_segments) - 1)
+
+    def _note_nonfinite(self, rows_U: Tensor, lines_U: Tensor, weight_L: Tensor) -> None:
+        sums_U = weight_L[lines_U].sum(1, dtype=torch.float64)
+        is_finite_U = sums_U.isfinite()
+        if self.nonfinite_rows:
+            self.nonfinite_rows.difference_update(rows_U.tolist())
+        if not is_finite_U.all():
+            self.nonfinite_rows.update(rows_U[~is_finite_U].tolist())
 
     @contextmanager
     def snapshot(self) -> Iterator["DiskSnapshot"]:
@@ -155,7 +173,7 @@ class DiskStore:
 
     @property
     def numbers(self) -> DiskNumbers:
-        numbers = np.zeros(4, np.int64)
+        numbers = np.zeros(5, np.int64)
         self._native.shardwright_row_log_numbers(self._log, numbers.ctypes.data)
         return DiskNumbers(*numbers.tolist())
 
@@ -201,6 +219,9 @@ def _raise_file_limit() -> None:
 
 
 def supports_direct(folder: Path) -> bool:
+    """Whether files of a folder are on a disk, and can be read past the page cache."""
+    if _file_system(folder) in ("tmpfs", "ramfs"):
+        return False
     path = folder / "direct"
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT))
@@ -209,6 +230,16 @@ def supports_direct(folder: Path) -> bool:
     finally:
         path.unlink(missing_ok=True)
     return True
+
+
+def _file_system(folder: Path) -> str:
+    """The type of the file system that a folder is on."""
+    resolved, found = folder.resolve(), ("", "")
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, kind = line.split()[4], line.partition(" - ")[2].split()[0]
+        if resolved.is_relative_to(mount) and len(mount) >= len(found[0]):
+            found = mount, kind
+    return found[1]
 
 
 def _part_table(parts: Sequence[Tensor]) -> np.ndarray:

@@ -10,6 +10,7 @@ Shape legend: U distinct rows of a shard, D its columns, R replicas, P shards of
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -178,16 +179,20 @@ class TableUpdater:
                 continue
             sums = self._gradient_sums(index, ids_by_group[index], received)
             rows = sums.rows_U.split(sums.counts)
-            for shard, table, state, names, rows_U, sums_UD in zip(
+            for number, shard, table, state, names, rows_U, sums_UD in zip(
+                count(),
                 shards.table_group.shards,
                 shards.tables,
                 shards.table_states(step.steps),
                 shards.optimizer_states,
                 rows,
                 sums.sums,
-                strict=True,
+                strict=False,
             ):
                 by_name = dict(zip(names, state.state, strict=True))
+                if number in shards.caches:  # on lines, whose order differs from rank to rank
+                    order_U = shards.caches[number].rows_on(rows_U).argsort()
+                    rows_U, sums_UD = rows_U[order_U], sums_UD[order_U]
                 if state.is_trained:
                     if state.changed_rows is not None:
                         state.changed_rows[rows_U] = True

@@ -54,7 +54,7 @@ class CacheIndex:
     longest ago.
     """
 
-    def __init__(self, num_lines: int, half_life: int = LFU) -> None:
+    def __init__(self, num_lines: int, half_life: int = LFU, table: str = "") -> None:
         native = native_library()
         if native is None:
             raise UserError("a cache needs the compiled kernels, which this installation does not have")
@@ -62,8 +62,9 @@ class CacheIndex:
             raise UserError(
                 f"a cache of {num_lines} lines and half_life {half_life}; wanted {WAYS} lines or more, -1, 0 or more"
             )
-        self.num_lines = num_lines // WAYS * WAYS
+        self.num_lines, self.table = num_lines // WAYS * WAYS, table
         self.counts = CacheCounts()
+        self.may_be_written = False  # whether lines may be written since `written_lines` cleared them
         self.native = native
         self.handle = native.shardwright_cache_new(self.num_lines // WAYS, half_life)
         freed = weakref.finalize(self, native.shardwright_cache_free, self.handle)
@@ -107,6 +108,7 @@ class CacheIndex:
         num = self.native.shardwright_cache_written(self.handle, None, None, False)
         lines, rows = torch.empty(num, dtype=torch.int64), torch.empty(num, dtype=torch.int64)
         self.native.shardwright_cache_written(self.handle, lines.data_ptr(), rows.data_ptr(), clear)
+        self.may_be_written = self.may_be_written and not clear
         return lines, rows
 
 
@@ -126,9 +128,10 @@ def place_many(
         batches.data_ptr(), num, rows.data_ptr(), None if scores is None else scores.data_ptr(), *pointers
     )
     if failed >= 0:
+        subject = f'table "{indices[failed].table}": ' if indices[failed].table else ""
         raise UserError(
-            f"the rows of the batches in flight do not fit in the {indices[failed].num_lines} lines of the cache: give "
-            "it more memory, or use smaller batches"
+            f"{subject}the rows of the batches in flight do not fit in the {indices[failed].num_lines} lines of the "
+            "cache: give it more memory, or use smaller batches"
         )
     placed: list[PlacedRows] = []
     for index, count, size, (num_missing, num_written, num_evicted, num_conflicts) in zip(
@@ -152,6 +155,8 @@ def release_many(
     """`release` of several caches in one call."""
     lines, batches = _check_numbers(lines_U), _batches_of(indices, counts, counts)
     flags = torch.tensor(written, dtype=torch.int64)
+    for index, flag in zip(indices, written, strict=True):
+        index.may_be_written = index.may_be_written or flag
     native = indices[0].native
     native.shardwright_cache_release(batches.data_ptr(), len(indices), lines.data_ptr(), flags.data_ptr())
 

@@ -53,16 +53,16 @@ class IdMap:
     `key_of_L`: the id of each line.
     """
 
-    def __init__(self, rows: int, spares: int, growth: Growth, in_flight: int) -> None:
+    def __init__(self, table: str, rows: int, spares: int, growth: Growth, in_flight: int) -> None:
         native = native_library()
         if native is None:
             raise UserError("a table that grows needs the compiled kernels, which this installation does not have")
         if growth.expire_after and growth.expire_after < in_flight:
             raise UserError(
-                f"rows expire after {growth.expire_after} batches, and {in_flight} may be in flight: expire_after must "
-                f"be {in_flight} or more, or 0"
+                f'table "{table}": rows expire after {growth.expire_after} batches, and {in_flight} may be in flight: '
+                f"expire_after must be {in_flight} or more, or 0"
             )
-        self.rows, self.num_lines = rows, rows + 1 + spares
+        self.rows, self.num_lines, self._table = rows, rows + 1 + spares, table
         self.key_of_L = torch.zeros(self.num_lines, dtype=torch.int64)
         self._native = native
         options = torch.tensor([rows, spares, growth.admit_after, growth.expire_after, growth.half_life, in_flight])
@@ -79,7 +79,8 @@ class IdMap:
         if found <= 0:
             what = "ids without a row of their own" if found else "rows of the batches in flight"
             raise UserError(
-                f"{what} do not fit in a table of {self.rows:,} rows: give it more rows, or use smaller batches"
+                f'table "{self._table}": {what} do not fit in its {self.rows:,} rows: give it more rows, or use '
+                "smaller batches"
             )
         num_fresh, num_spares = counts.tolist()
         return PlacedBatch(lines[0], lines[1], lines[2, :num_fresh], lines[3, :num_fresh], lines[4, :num_spares])
@@ -124,15 +125,21 @@ class IdMap:
         parts = [part.long().contiguous() for part in (known.ids_E, known.uses_E, known.last_E)]
         pointers = [part.data_ptr() for part in parts]
         if not self._native.shardwright_id_map_load(self._map, admitted, *pointers, len(parts[0])):
-            raise UserError(f"{len(parts[0]):,} rows do not fit in a table of {self.rows:,}: give it more rows")
+            raise UserError(
+                f'table "{self._table}": {len(parts[0]):,} rows do not fit in its {self.rows:,}: give it more'
+            )
 
     def take_removed(self) -> Tensor:
-        """(E,) The ids whose rows have ended since the last call; they may have a new row. The first call begins to
-        record them."""
+        """(E,) The ids whose rows have ended since the last call, ascending; they may have a new row. The first call
+        begins to record them."""
         removed = torch.empty(self._native.shardwright_id_map_take_removed(self._map, None), dtype=torch.int64)
         if len(removed):
             self._native.shardwright_id_map_take_removed(self._map, removed.data_ptr())
         return removed
+
+    def has_lost_removed(self) -> bool:
+        """Whether more rows have ended than are recorded, since the last call; then `take_removed` lacks some."""
+        return bool(self._native.shardwright_id_map_has_lost_removed(self._map))
 
     @property
     def numbers(self) -> IdMapNumbers:

@@ -20,7 +20,7 @@ def lab_up(
     hosts: Annotated[int, typer.Option(help="Number of hosts.")] = 2,
     ranks: Annotated[int, typer.Option(help="Ranks per host.")] = 1,
     uplink: Annotated[str, typer.Option(help="Rate of each host's uplink, such as 1gbit. Default: no limit.")] = "",
-    local: Annotated[str, typer.Option(help="Rate of the link of each rank to its host.")] = "",
+    local: Annotated[str, typer.Option(help="Rate of each rank's link to its host. Default: no limit.")] = "",
     front: Annotated[str, typer.Option(help="Add a second network: the rate of each host on it.")] = "",
     cpu: Annotated[float, typer.Option(help="CPU quota of each rank, in cores; 0: no limit.")] = 0.0,
     name: LabName = "lab",
@@ -51,7 +51,7 @@ def lab_run(
     seconds: Annotated[float, typer.Option(help="Time limit of the run in seconds; 0: none.")] = 0.0,
     name: LabName = "lab",
 ) -> None:
-    """Run a command as every rank, with torchrun's variables; if one rank fails, all are ended.
+    """Run a command as every rank, with torchrun's variables; if one rank fails, all are stopped.
 
     \b
     shardwright lab run -- python train.py

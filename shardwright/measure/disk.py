@@ -1,11 +1,8 @@
 """Measure the disk of a folder: long reads and writes, and pages in random order."""
 
-import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -13,15 +10,16 @@ from typing import IO
 import torch
 
 from shardwright.errors import UserError
+from shardwright.library import native_library
 from shardwright.measure.device import COPY_BYTES, fit_price
 from shardwright.measure.timing import Clock
 from shardwright.spec.cluster import Price, Tier
-from shardwright.spec.row_cache import DISK, IO_THREADS, PAGE_BYTES
+from shardwright.spec.row_cache import DISK, IO_THREADS, PAGE_BYTES, READS_IN_FLIGHT
 
 PAGE_COUNTS = (256, 4096)  # of a read
 
 
-def measure_disk(clock: Clock, folder: Path, num_ranks: int) -> tuple[Tier, Price]:
+def measure_disk(clock: Clock, folder: Path, num_ranks: int) -> tuple[Tier, list[Price]]:
     """Disk of a folder that the ranks of a host share, and the price of its random pages; bypasses the page cache where
     the system permits."""
     try:
@@ -50,29 +48,28 @@ def _disk_seconds(clock: Clock, file: IO[bytes]) -> tuple[float, float]:
     return clock.sample((COPY_BYTES,), write).seconds, clock.sample((COPY_BYTES,), read).seconds
 
 
-def _measure_pages(clock: Clock, file: IO[bytes]) -> Price:
-    """Pages of the file in random order, read by as many threads as a store of rows has."""
+def _measure_pages(clock: Clock, file: IO[bytes]) -> list[Price]:
+    """Pages of the file in random order, read as a store of rows does; none without the compiled kernels, which stores
+    need."""
+    native = native_library()
+    if native is None:
+        return []
     path = f"/proc/self/fd/{file.fileno()}"
     try:
         opened = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:  # a file system without direct input
         opened = os.open(path, os.O_RDONLY)
-    order = torch.randperm(COPY_BYTES // PAGE_BYTES, generator=torch.Generator().manual_seed(0)).tolist()
+    order = torch.randperm(COPY_BYTES // PAGE_BYTES, generator=torch.Generator().manual_seed(0))
 
-    def read(pages: Sequence[int], buffer: mmap.mmap) -> None:
-        for page in pages:
-            os.preadv(opened, [buffer], page * PAGE_BYTES)
-
-    def read_all(num: int) -> None:
+    def read(num: int) -> None:
         first = starts[num] = (starts[num] + num) % (len(order) - num)
-        parts = [order[first + i : first + num : IO_THREADS] for i in range(IO_THREADS)]
-        list(threads.map(read, parts, buffers))
+        pages = order[first : first + num].data_ptr()
+        if error := native.shardwright_read_pages(opened, pages, num, READS_IN_FLIGHT, IO_THREADS):
+            raise OSError(error, os.strerror(error))
 
     samples, starts = [], {int(num): 0 for num in PAGE_COUNTS}
-    buffers = [mmap.mmap(-1, PAGE_BYTES) for _ in range(IO_THREADS)]
-    with ThreadPoolExecutor(IO_THREADS) as threads:
-        for num in PAGE_COUNTS:
-            os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
-            samples.append(clock.sample((num * PAGE_BYTES,), partial(read_all, num)))
+    for num in PAGE_COUNTS:
+        os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
+        samples.append(clock.sample((num * PAGE_BYTES,), partial(read, num)))
     os.close(opened)
-    return fit_price("pages", "", samples)
+    return [fit_price("pages", "", samples)]

@@ -68,9 +68,9 @@ def _measure(mesh: Mesh, name: str, folder: Path, report: Callable[[str], None],
     if own_device.type == "cuda":
         prices += device.measure_host_copies(clock, own_device)
         tiers.append(device.measure_memory(clock, torch.device("cpu"), num_local))
-    disk_tier, page_price = disk.measure_disk(clock, folder, num_local)
+    disk_tier, page_prices = disk.measure_disk(clock, folder, num_local)
     tiers.append(disk_tier)
-    prices.append(page_price)
+    prices += page_prices
     device_spec = Device(
         device.device_name(own_device), "cuda" if own_device.type == "cuda" else "cpu", tuple(tiers), tuple(prices)
     )

@@ -20,8 +20,12 @@ def cache_sim(
     ] = None,
     sizes: Annotated[str, typer.Option(help="Sizes of the cache, in % of the rows.")] = "1,3,5,10,15,30",
     batches: Annotated[int, typer.Option(min=2, help="Batches to read; the second half is counted.")] = 200,
-    ahead: Annotated[int, typer.Option(min=1, max=MAX_AHEAD, help="Batches whose rows are known ahead.")] = 1,
-    cluster: Annotated[str, typer.Option(help="A cluster file with a measured disk, for the time of misses.")] = "",
+    ahead: Annotated[
+        int, typer.Option(min=1, max=MAX_AHEAD, help="Batches read ahead, whose rows are evicted last.")
+    ] = 1,
+    cluster: Annotated[
+        str, typer.Option(help="A cluster file with a measured disk, to predict the time of misses.")
+    ] = "",
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("cache.html"),
     write: Annotated[
         Path | None, typer.Option(help="Also write the hits for the planner to this .json file: plan.hits=FILE.")

@@ -92,9 +92,9 @@ def _table_grid(run: RunRecord, windows: dict[str, list[CacheWindow]]) -> Grid:
 
 
 def _num_lines(table: TablePlan) -> int:
-    """Lines of all shards."""
+    """Lines of all row ranges."""
     lines = table.placement.tiers[0].rows or 0
-    return sum(min(lines, rect.rows[1] - rect.rows[0]) for rect in table.rects)
+    return sum(min(lines, rect.rows[1] - rect.rows[0]) for rect in table.rects if not rect.cols[0])
 
 
 def _expected_hits(load: TableLoad, lines: int, batch_size: int) -> float:

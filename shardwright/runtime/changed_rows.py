@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +13,33 @@ from shardwright.embeddings.exchange import ShardedTables
 from shardwright.embeddings.growing_rows import GrowingRows
 from shardwright.layers.embedding import find_tables
 
+MIN_REMOVALS = 1 << 16  # ids of ended rows that are kept for each saver and shard, or as many as the shard has rows
+
 
 class ChangedRows:
     """The changed table rows of a job, for several savers: each writes the rows changed since its last checkpoint."""
 
     def __init__(self) -> None:
         self.lineage = ""  # id of consecutive states of this job; a new one after a load
-        self._missed_rows: dict[object, list[Tensor]] = {}  # changes not yet written that other savers have cleared
-        self._missed_removals: dict[object, list[Tensor]] = {}  # by growing shard, ids whose rows have ended meanwhile
+        # By saver, while it exists: changes not yet written that other savers have cleared.
+        self._missed_rows = WeakKeyDictionary[object, list[Tensor]]()
+        self._missed_removals = WeakKeyDictionary[object, list[Tensor]]()  # by growing shard, ids whose rows have ended
+        self._lacking = WeakSet[object]()  # savers for which too many rows have ended: they need a full checkpoint
         self.begin_lineage()
 
     def begin_lineage(self) -> None:
         """Start a new lineage: the next checkpoint does not continue the last one, and must be full."""
         self.lineage = secrets.token_hex(8)
+
+    def has_all_removals(self, saver: object, model: nn.Module) -> bool:
+        """Whether this rank knows all rows of tables that grow which have ended since this saver's last checkpoint."""
+        self._note_lost_removals(model)
+        return saver not in self._lacking
+
+    def _note_lost_removals(self, model: nn.Module) -> None:
+        have_lost = [rows.ids.has_lost_removed() for rows in growing_shards(model)]  # all: a call clears its flag
+        if any(have_lost):
+            self._lacking.update(self._missed_removals.keys())
 
     @contextmanager
     def select_rows_for(self, saver: object, model: nn.Module) -> Iterator[None]:
@@ -38,16 +53,23 @@ class ChangedRows:
                 other_mask |= mask
         for mask, missed in zip(masks, self._missed_rows.get(saver, ()), strict=False):
             mask |= missed
+        self._note_lost_removals(model)
         shards = list(growing_shards(model))
         removed = [rows.ids.take_removed() for rows in shards]
-        for saver_removals in self._missed_removals.values():
-            saver_removals[:] = [torch.cat(pair) for pair in zip(saver_removals, removed, strict=True)]
+        for other, saver_removals in self._missed_removals.items():
+            saver_removals[:] = [torch.cat(pair).unique() for pair in zip(saver_removals, removed, strict=True)]
+            if any(
+                len(ids) > max(rows.ids.rows, MIN_REMOVALS) for ids, rows in zip(saver_removals, shards, strict=True)
+            ):
+                saver_removals[:] = [ids[:0] for ids in saver_removals]
+                self._lacking.add(other)
         for rows, own in zip(shards, self._missed_removals.get(saver, removed), strict=True):
             rows.removed = torch.unique(own)
         yield
         track_changes(model)
         self._missed_rows[saver] = [torch.zeros_like(mask) for mask in changed_row_masks(model)]
         self._missed_removals[saver] = [rows.removed[:0] for rows in shards]
+        self._lacking.discard(saver)
 
 
 def track_changes(model: nn.Module) -> None:

@@ -286,20 +286,22 @@ class Job:
     def check_weights(self) -> int:
         """Raise the same error on every rank if a weight is NaN or infinite: tables, dense parameters and buffers.
 
-        All ranks call it between steps; each reads its own weights once, then they all-gather the results. Returns the
-        number of weights of float16 tables that are clamped to the largest float16.
+        All ranks call it between steps; each reads its own weights once (rows on disk were checked when they were
+        written), then they all-gather the results. Returns the number of weights of float16 tables that are clamped to
+        the largest float16.
         """
         self._prepare_state_access()
         num_clamped, error = 0, ""
-        for weight in (chunk for whole in self.local_state.weights() for chunk in loaded_chunks(whole)):
-            index = first_nonfinite_row(weight.values)
+        for weight in self.local_state.weights():
+            index = first_nonfinite_row(weight.values) if weight.stored is None else weight.stored.nonfinite_row()
             if index is not None and not error:
                 row = weight.rows[0] + index if isinstance(weight.rows, tuple) else int(weight.rows[index])
                 error = (
                     f'step {self.step}: "{weight.name.removeprefix(MODEL_PREFIX)}" is not finite in row {row}; '
                     f"{NONFINITE_REMEDY}"
                 )
-            num_clamped += num_saturated(weight.values)
+            if weight.values.dtype == torch.float16:
+                num_clamped += sum(num_saturated(chunk.values) for chunk in loaded_chunks(weight))
         rank_group = RankGroup(self.mesh)
         if errors := [rank_error for rank_error in rank_group.all_gather_text(error) if rank_error]:
             raise UserError(errors[0])

@@ -17,7 +17,7 @@ from shardwright.measure.describe import sparse_of
 from shardwright.runtime.supported import cached_rows
 from shardwright.spec import optimizer
 from shardwright.spec.plan import Plan
-from shardwright.spec.row_cache import FLOAT32_LINES, ID_MAP_BYTES, LINE_BYTES, ROW_INDEX_BYTES
+from shardwright.spec.row_cache import FLOAT32_LINES, LINE_BYTES, ROW_INDEX_BYTES, SAVED_ROW_BYTES, id_map_bytes
 from shardwright.spec.workload import DTYPE_BYTES, Workload, state_dtype
 
 # How torch's CPU and CUDA allocators and numpy report the requested size.
@@ -82,10 +82,9 @@ def table_bytes_by_purpose(
             dtype = planned.placement.weight_dtype
             if lines is not None:
                 dtype = state_dtype(table.dtype) if FLOAT32_LINES in plan.allow else dtype
-                index += replicas * (min(rows, lines) * LINE_BYTES + rows * ROW_INDEX_BYTES)
+                index += replicas * (min(rows, lines) * LINE_BYTES + rows * (ROW_INDEX_BYTES + SAVED_ROW_BYTES))
                 rows = min(rows, lines)
-            if table.growth is not None:
-                ids += replicas * rows * ID_MAP_BYTES
+            ids += replicas * rows * id_map_bytes(table.growth)
             weight_bytes = replicas * rows * dim * DTYPE_BYTES[dtype]
             shapes_of_state = optimizer.state_shapes(workload.optimizer, rows, dim) if workload.optimizer else {}
             state_bytes = replicas * sum(map(prod, shapes_of_state.values())) * DTYPE_BYTES[state_dtype(table.dtype)]

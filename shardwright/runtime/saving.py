@@ -1,7 +1,8 @@
 """Write a job's checkpoints, one at a time: copied between two steps, written to disk while training continues.
 
 Phases, in the same order on all ranks: wait until the previous checkpoint is complete on all ranks (an all-gather of
-errors); rank 0 creates the draft directory and broadcasts any error; all ranks begin to write.
+errors); of tables that grow, whether all ranks know which rows have ended (an all-gather); rank 0 creates the draft
+directory and broadcasts any error; all ranks begin to write.
 """
 
 import time
@@ -15,6 +16,7 @@ from shardwright.checkpoint import step_directories
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.checkpoint.writing import IN_PROGRESS, PEER_FAILED, CheckpointWriter
 from shardwright.errors import UserError
+from shardwright.layers.embedding import find_tables
 from shardwright.rectangle import Rectangle
 from shardwright.runtime.changed_rows import ChangedRows
 from shardwright.runtime.randomness import python_random_states
@@ -91,6 +93,9 @@ class Saver:
             and previous < step_directories.checkpoint_path(self.root, step).name
         )
         is_increment = is_increment and self._lineage == self._changes.lineage
+        if is_increment and any(table.growth for _, bags in find_tables(state.model) for table in bags.tables):
+            has_all = self._changes.has_all_removals(self, state.model)
+            is_increment = not any(self._rank_group.all_gather_text("" if has_all else "a full checkpoint"))
         numbers = dict(numbers) if self._rank_group.is_first else {}
         numbers["course"] = {"line": self._changes.lineage, "time": time.time()}
         if not self._is_publication:

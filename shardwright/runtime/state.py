@@ -21,7 +21,7 @@ from shardwright.kernels.rounding import copy_finite
 from shardwright.layers.embedding import ROUNDING_KEY, EmbeddingTables, find_tables
 from shardwright.layers.table_weights import TableWeights
 from shardwright.parameter_shard import ParameterShard
-from shardwright.rectangle import Rectangle, chunks, dtype_name, full_rectangle
+from shardwright.rectangle import Rectangle, dtype_name, full_rectangle
 from shardwright.runtime.changed_rows import changed_row_masks
 from shardwright.runtime.optimizer_state import (
     OPTIMIZER,
@@ -90,14 +90,21 @@ class State:
     @torch.no_grad()
     def fill(self, rectangles: Sequence[Rectangle]) -> None:
         for rect in rectangles:
-            saved = self.tensors[rect.name]
-            if rect.values.shape == saved.shape and isinstance(rect.rows, tuple):
-                copy_finite(rect.values, saved)
-                continue
-            saved = saved.view(1) if not saved.dim() else saved
-            rows = torch.arange(*rect.rows) if isinstance(rect.rows, tuple) else rect.rows
-            values = saved[torch.searchsorted(self.ids[rect.name], rows) if rect.name in self.ids else rows]
-            copy_finite(rect.values, torch.cat([values[:, a:b] for a, b in rect.cols], 1) if rect.cols else values)
+            values = self._values(rect)
+            if rect.stored is None:
+                copy_finite(rect.values, values)
+            else:
+                values_RC = values.reshape(rect.values_RC.shape).to(rect.values.dtype)
+                rect.stored.write(torch.arange(rect.num_rows), (0, values_RC.shape[1]), values_RC)
+
+    def _values(self, rect: Rectangle) -> Tensor:
+        saved = self.tensors[rect.name]
+        if rect.values.shape == saved.shape and isinstance(rect.rows, tuple):
+            return saved
+        saved = saved.view(1) if not saved.dim() else saved
+        rows = torch.arange(*rect.rows) if isinstance(rect.rows, tuple) else rect.rows
+        values = saved[torch.searchsorted(self.ids[rect.name], rows) if rect.name in self.ids else rows]
+        return torch.cat([values[:, a:b] for a, b in rect.cols], 1) if rect.cols else values
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +215,7 @@ class LocalState:
                 tables = full_tables.table_rectangles(bags.exchange)
                 shards = [replace(shard, name=logical[shard.name]) for shard in tables]
                 targets += [shard for shard in shards if not growing_tables.is_extra(shard)]
-        saved.fill([target for target in targets if target.stored is None])
-        for target in targets:
-            _fill_stored(saved, target)
+        saved.fill(targets)
         for prefix, bags in _embedding_bags(model):
             bags.load_optimizer_state({name: tensors[prefix + name] for name in bags.optimizer_state()})
         if optimizer is not None and saved_optimizer is not None:
@@ -221,16 +226,6 @@ class LocalState:
             mask.fill_(True)
         restore_random_states(saved.numbers, [buffers.get(name) for name in random_names], self.rank)
         return converted
-
-
-def _fill_stored(saved: SavedState, target: Rectangle) -> None:
-    """Restore rows on disk, a chunk at a time."""
-    first = 0
-    for chunk in chunks(target) if target.stored is not None else ():
-        saved.fill([chunk])
-        assert target.stored is not None
-        target.stored.write(first, chunk.values_RC)
-        first += chunk.num_rows
 
 
 def residual_rectangles(residuals: Sequence[Tensor], rank: int) -> list[Rectangle]:

@@ -56,7 +56,8 @@ def _check_table(plan: Plan, planned: TablePlan, table: Table) -> Iterator[str]:
     if table.growth is not None:
         yield from _check_growing(planned)
     if cached_rows(planned) is not None:
-        yield from _check_cached(planned, table)
+        if any(len(rect.ranks) > 1 for rect in planned.rects):
+            yield f"replicas of table {planned.table}, which has rows on disk"
         planned = replace(
             planned, placement=replace(planned.placement, tiers=(planned.placement.tiers[0]._replace(rows=None),))
         )
@@ -78,11 +79,3 @@ def _check_growing(planned: TablePlan) -> Iterator[str]:
         yield f"replicas of table {planned.table}, which grows"
     if cached_rows(planned) is not None:
         yield f"rows on disk of table {planned.table}, which grows"
-
-
-def _check_cached(planned: TablePlan, table: Table) -> Iterator[str]:
-    """Yield what this version does not support for a table with rows on disk."""
-    if any(len(rect.ranks) > 1 for rect in planned.rects):
-        yield f"replicas of table {planned.table}, which has rows on disk"
-    if any(rect.cols != (0, table.dim) for rect in planned.rects):
-        yield f"column shards of table {planned.table}, which has rows on disk"

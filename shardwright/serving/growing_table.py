@@ -25,7 +25,7 @@ class GrowingTable:
     """`values`: the rows by line, in the table's stored dtype."""
 
     def __init__(self, table: Table, ids_E: Tensor, values_EC: Tensor, initial: tuple[int, float]) -> None:
-        self._ids = IdMap(table.rows, max(table.rows, MIN_SPARES), Growth(), 1)
+        self._ids = IdMap(table.name, table.rows, max(table.rows, MIN_SPARES), Growth(), 1)
         self._initial, self._dtype = initial, getattr(torch, table.dtype)
         self.values = torch.empty(self._ids.num_lines, values_EC.shape[1], dtype=values_EC.dtype)
         self._ids.add(ids_E)

@@ -1,14 +1,27 @@
 """Sizes of caches of table rows in front of slower memory: facts of csrc/cache_index.cpp and csrc/row_log.cpp."""
 
+from shardwright.spec.workload import Growth
+
 DISK = "ssd"  # a memory tier
 FLOAT32_LINES = "cache.fp32"  # in a plan's `allow`: weights of 16 bits are float32 while they are on lines
 WAYS = 32  # lines of a set
 LINE_BYTES = 42  # of the index in memory, for each line
 PAGE_BYTES = 4096  # of a read from disk
 RECORD_HEADER_BYTES = 8  # before each written row
-IO_THREADS = 16  # that read pages
+READS_IN_FLIGHT = 64  # of pages, through io_uring
+IO_THREADS = 16  # that read pages where the system has no io_uring
 ROW_INDEX_BYTES = 4  # in memory, for each row of a table with rows on disk
+SAVED_ROW_BYTES = (
+    9  # and while checkpoints are written: the index of the snapshot, the row's number, a mark of its change
+)
 DISK_SPACE = 2.0  # bytes of files at most, per byte of rows: a file with more rows out of date than not is rewritten
 STEPS_IN_FLIGHT = 2  # whose rows are on lines at a time: of this step and of the next
-ID_MAP_BYTES = 104  # at most, of the map of ids in memory, for each row of a table that grows
+ID_MAP_BYTES = 168  # at most, of the map of ids in memory while it grows, for each row of a table that grows
 HALF_LIFE_BATCHES = 100  # after which a use counts half in the score by which rows are evicted
+
+
+def id_map_bytes(growth: Growth | None) -> int:
+    """Bytes of memory for the id of each row of a table; 0 if it does not grow."""
+    if growth is None:
+        return 0
+    return ID_MAP_BYTES * (2 if growth.admit_after > 1 else 1)  # as many ids without a row may be counted

@@ -17,6 +17,8 @@ build() { # build COMPILER FLAGS...: compile the driver and the kernels
     -c csrc/adam_kernels.cpp -o "$out/adam.o"
   "$compiler" -std=c++17 -g -O1 -fopenmp -w "$@" csrc/{levels,lookup,sort,update,ids,jagged,pairs,adam,squares}.cpp \
     tests/native/driver.cpp "$out"/{rows,pairs,adam}.o -o "$out/driver"
+  "$compiler" -std=c++17 -g -O1 -fopenmp -pthread -w "$@" csrc/{cache_index,id_map,row_log,memory}.cpp \
+    tests/native/cache_driver.cpp -o "$out/cache_driver"
 }
 
 vector_flags=()
@@ -24,6 +26,7 @@ if grep -q avx2 /proc/cpuinfo; then vector_flags=(-mavx2 -mf16c); fi
 build g++ -fno-var-tracking -fsanitize=address,undefined -fno-sanitize-recover=all "${vector_flags[@]}"
 echo "addresses and undefined behaviour:"
 "$out/driver"
+"$out/cache_driver"
 
 # Archer reports OpenMP's barriers to the race detector; the runtime itself is not instrumented. Compiled without AVX2,
 # because the race detector does not see accesses of more than 16 bytes.
@@ -33,6 +36,7 @@ if [ -e "$archer" ]; then
   export OMP_TOOL_LIBRARIES=$archer TSAN_OPTIONS="ignore_noninstrumented_modules=1 halt_on_error=1"
   echo "data races:"
   "$out/driver"
+  "$out/cache_driver" --threads
 else
   echo "data races: not run; install clang++ with its OpenMP (apt-get install clang libomp-dev)"
 fi

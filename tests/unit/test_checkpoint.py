@@ -225,10 +225,48 @@ def test_rectangles_are_read_back_as_any_other_rectangles(tmp_path_factory, data
     buffers = [replace(target, values=torch.full_like(target.values, -1, dtype=dtype)) for target in targets]
     checkpoint = Checkpoint(step_directories.checkpoint_path(root, 1))
     checkpoint.fill(buffers)
-    for buffer, target in zip(buffers, targets, strict=True):
+    on_disk = [
+        replace(each, values=each.values.to("meta"), stored=Stored(torch.full_like(each.values_RC, -1)))
+        for each in buffers
+    ]
+    checkpoint.fill(on_disk)
+    for buffer, disk, target in zip(buffers, on_disk, targets, strict=True):
         assert torch.equal(buffer.values.double(), target.values)
+        assert torch.equal(disk.stored.values.double(), target.values_RC)
     assert checkpoint.verify() >= rows * width * 8
     checkpoint.close()
+
+
+class Stored:
+    """As rows on disk: values that are written by rows and columns."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def write(self, indices: torch.Tensor, columns: tuple[int, int], values_RC: torch.Tensor) -> None:
+        self.values[indices, slice(*columns)] = values_RC
+
+
+def test_rows_on_disk_are_restored_with_one_read_of_each_block(tmp_path, monkeypatch):
+    rows = 1000
+    values, reads = torch.arange(4.0 * rows).view(rows, 4), []
+    monkeypatch.setattr(arrays, "BLOCK_BYTES", 1024)
+    writer = CheckpointWriter(tmp_path)
+    writer.prepare(1)
+    writer.begin(1, [Rectangle("t", (rows, 4), values[part], part) for part in torch.randperm(rows).split(500)], {})
+    assert writer.wait() == ""
+    read_block = arrays.ArrayReader.read_block
+
+    def note(reader, stored, start, out=None):
+        reads.append((stored.offset, start))
+        return read_block(reader, stored, start, out)
+
+    monkeypatch.setattr(arrays.ArrayReader, "read_block", note)
+    order, stored = torch.randperm(rows), Stored(torch.empty(rows, 4))
+    checkpoint = Checkpoint(step_directories.checkpoint_path(tmp_path, 1))
+    checkpoint.fill([Rectangle("t", (rows, 4), torch.empty(rows, 4, device="meta"), order, stored=stored)])
+    checkpoint.close()
+    assert torch.equal(stored.values, values[order]) and len(reads) == len(set(reads))
 
 
 def test_increments_have_the_rows_that_changed(tmp_path):

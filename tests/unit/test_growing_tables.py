@@ -309,6 +309,6 @@ def test_mistakes_are_named():
         EmbeddingBags([Table("item", 2**40, 8, growth=growth)], [Feature("seen", "item")])
     with pytest.raises(UserError, match="admit_after"):
         EmbeddingBags([Table("item", 10, 8, growth=Growth(admit_after=0))], [Feature("seen", "item")])
-    with pytest.raises(UserError, match="do not fit in a table of 3 rows"):
+    with pytest.raises(UserError, match="do not fit in its 3 rows"):
         for _ in growing_job(OPTIMIZERS[0], growth, rows=3).run([with_ids(batch_of(0))]):
             pass

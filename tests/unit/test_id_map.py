@@ -99,7 +99,7 @@ def test_places_rows_as_a_simulator_does(data):
     expire_after = data.draw(st.sampled_from([0, in_flight, 4, 9]))
     growth = Growth(data.draw(st.integers(1, 3)), max(expire_after, in_flight if expire_after else 0), 4)
     pool = data.draw(st.lists(IDS, min_size=1, max_size=60, unique=True))
-    id_map, simulator = IdMap(rows, 300, growth, in_flight), Simulator(rows, growth, in_flight)
+    id_map, simulator = IdMap("t", rows, 300, growth, in_flight), Simulator(rows, growth, in_flight)
     assert not len(id_map.take_removed())  # from now on they are recorded
     trained_L = torch.full((id_map.num_lines,), -1)
     for _ in range(data.draw(st.integers(1, 40))):
@@ -149,10 +149,10 @@ def test_a_loaded_map_goes_on_as_the_saved_one(data):
     seed = data.draw(st.integers(0, 1000))
     generator = torch.Generator().manual_seed(seed)
     batches = [pool[torch.randint(0, len(pool), (6,), generator=generator)] for _ in range(30)]
-    first = IdMap(rows, 100, growth, 2)
+    first = IdMap("t", rows, 100, growth, 2)
     for ids in batches[:15]:
         first.release(first.place(ids, training=True).spares_S)
-    second = IdMap(rows, 100, growth, 2)
+    second = IdMap("t", rows, 100, growth, 2)
     second.load(first.numbers.batches, first.known_ids(), first.known_ids(admitted=False))
     num = len(first.known_ids().ids_E)
     assert torch.equal(second.find(first.known_ids().ids_E), torch.arange(num))
@@ -168,7 +168,7 @@ def test_a_loaded_map_goes_on_as_the_saved_one(data):
 
 def test_many_ids_in_a_table_with_few_rows():
     """A stream of new ids: memory is bounded, and ids that come often keep their rows."""
-    id_map = IdMap(1000, 1000, Growth(half_life=50), 2)
+    id_map = IdMap("t", 1000, 1000, Growth(half_life=50), 2)
     popular = torch.arange(200) * 7919 - 2**62
     for batch in range(400):
         new = torch.arange(300) + 300 * batch
@@ -180,7 +180,7 @@ def test_many_ids_in_a_table_with_few_rows():
 
 
 def test_rows_that_expire_leave_the_map():
-    id_map = IdMap(100_000, 10, Growth(expire_after=20), 2)
+    id_map = IdMap("t", 100_000, 10, Growth(expire_after=20), 2)
     id_map.take_removed()
     for batch in range(300):
         id_map.place(torch.arange(100) + 100 * batch, training=True)
@@ -188,16 +188,37 @@ def test_rows_that_expire_leave_the_map():
     assert len(id_map.take_removed()) == id_map.numbers.expired
 
 
+def test_candidates_do_not_pile_up():
+    """Ids that occur once, with a few that come back: those are kept. A loaded map forgets the same ids."""
+    growth = Growth(admit_after=9)
+    first = IdMap("t", 100, 600, growth, 1)
+    for batch in range(40):
+        ids = torch.cat([torch.arange(1_000 * (batch + 1), 1_000 * (batch + 1) + 500), torch.arange(10 * (batch % 8))])
+        first.release(first.place(ids, training=True).spares_S)
+        if batch == 20:
+            second = IdMap("t", 100, 600, growth, 1)
+            second.load(first.numbers.batches, first.known_ids(), first.known_ids(admitted=False))
+        elif batch > 20:
+            second.release(second.place(ids, training=True).spares_S)
+            for admitted in (True, False):
+                assert torch.equal(first.known_ids(admitted=admitted).ids_E, second.known_ids(admitted=admitted).ids_E)
+        assert len(first.known_ids(admitted=False).ids_E) <= 1024 + 600
+    assert torch.equal(first.known_ids().ids_E, torch.arange(60)) and first.numbers.entries < 4096
+
+
 def test_mistakes_are_named():
     with pytest.raises(UserError, match="expire_after must be 4 or more"):
-        IdMap(10, 10, Growth(expire_after=3), 4)
-    with pytest.raises(UserError, match="rows of the batches in flight do not fit in a table of 10 rows"):
-        IdMap(10, 10, Growth(), 1).place(torch.arange(11), training=True)
-    id_map = IdMap(10, 10, Growth(admit_after=2), 1)
+        IdMap("t", 10, 10, Growth(expire_after=3), 4)
+    with pytest.raises(UserError, match='table "t": rows of the batches in flight do not fit in its 10 rows'):
+        id_map = IdMap("t", 10, 10, Growth(), 1)
+        id_map.place(torch.arange(11), training=True)
+    assert id_map.numbers.rows == 0 and (id_map.find(torch.arange(11)) < 0).all()
+    assert len(id_map.place(torch.arange(10), training=True).fresh_F) == 10
+    id_map = IdMap("t", 10, 10, Growth(admit_after=2), 1)
     for training in (False, False, True):  # the lines that it had got are free again
         with pytest.raises(UserError, match="ids without a row of their own do not fit"):
             id_map.place(torch.arange(11), training=training)
     assert len(id_map.place(torch.arange(100, 110), training=False).spares_S) == 10
     known = KnownIds(*[torch.arange(11)] * 4)
     with pytest.raises(UserError, match="11 rows do not fit"):
-        IdMap(10, 10, Growth(), 1).load(5, known, KnownIds(*[known.ids_E[:0]] * 4))
+        IdMap("t", 10, 10, Growth(), 1).load(5, known, KnownIds(*[known.ids_E[:0]] * 4))

@@ -1,5 +1,7 @@
 """Rows in memory and on disk behind a cache, against a plain table; damage to files is named."""
 
+import ctypes
+import os
 from pathlib import Path
 
 import numpy as np
@@ -33,11 +35,22 @@ def plain_table() -> list[torch.Tensor]:
     return parts
 
 
-@pytest.fixture
-def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskStore:
+@pytest.fixture(params=("io_uring", "threads"))
+def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskStore:
     """A store with small segments, so that they are compacted."""
     monkeypatch.setattr(stores, "SEGMENT_BYTES", 1 << 20)
+    if request.param == "threads":
+        monkeypatch.setattr(stores, "READS_IN_FLIGHT", 0)
     return DiskStore(tmp_path / "rows", ROWS, lines_of(1), initial, direct=False)
+
+
+def has_io_uring() -> bool:
+    """Whether the kernel gives a ring to this process."""
+    libc = ctypes.CDLL(None)
+    ring = libc.syscall(425, 1, ctypes.create_string_buffer(120))
+    if ring >= 0:
+        os.close(ring)
+    return ring >= 0
 
 
 def train(store, batches: list[list[int]], num_lines: int, table: list[torch.Tensor]) -> None:
@@ -94,6 +107,7 @@ def test_segments_are_compacted_and_a_snapshot_keeps_its_rows(disk: DiskStore):
     disk.read(all_rows, all_rows, found)
     assert all(torch.equal(a, b) for a, b in zip(found, lines, strict=True))
     numbers = disk.numbers
+    assert numbers.by_ring == has_io_uring() * (stores.READS_IN_FLIGHT > 0)
     assert numbers.live_records == ROWS and numbers.bytes_written > 3_000_000  # the last part is still in memory
     assert numbers.bytes_read > 0 and len([*disk.folder.iterdir()]) < before
     disk.close()

@@ -44,9 +44,9 @@ def test_rows_that_do_not_fit_in_memory_are_on_disk(sizes):
     large, small = result.plan.tables
     lines = cached_rows(large)
     assert lines is not None and lines % WAYS == 0 and len(small.placement.tiers) == 1
-    num_shards = len(large.rects)
+    num_shards = len({rect.rows for rect in large.rects})
     assert 0.1 * ROWS < lines * num_shards < 0.5 * ROWS
-    assert all(rect.cols == (0, 64) and len(rect.ranks) == 1 for rect in large.rects)
+    assert all(len(rect.ranks) == 1 for rect in large.rects)
     assert any(stage.name == "prefetch" for stage in result.plan.stages)
     found = result.candidate.tiers[0].found
     assert sum(found) == pytest.approx(1) and 0 < found[0] < 1
@@ -117,10 +117,12 @@ def test_without_room_for_the_steps_in_flight_the_plan_is_refused():
         make_plan(LARGE, cluster_with(("dram", 2e7), (DISK, 1e9)), tables=TableRequest(accumulate=20))
 
 
-def test_tables_that_are_cut_by_columns_or_replicated_are_not_on_disk():
+def test_column_shards_may_be_on_disk_and_replicas_are_not():
     cluster = cluster_with(("dram", 3e7), (DISK, 1e9), sizes=(2,))
+    (table, *_) = make_plan(LARGE, cluster, pins={"t0": "column:2"}).plan.tables
+    assert cached_rows(table) and {rect.cols for rect in table.rects} == {(0, 32), (32, 64)}
     with pytest.raises(UserError, match="no sharding found"):
-        make_plan(LARGE, cluster, pins={"t0": "column:2"})
+        make_plan(LARGE, cluster, pins={"t0": "data"})
 
 
 ZIPF_LOAD = TableLoad(

@@ -14,6 +14,7 @@ from shardwright.layers.embedding import EmbeddingBags
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.build import build
 from shardwright.runtime.planning import keep_on_disk, plan_for
+from shardwright.runtime.supported import check_supported
 from shardwright.spec.calls import without_leads
 from shardwright.spec.optimizer import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from shardwright.spec.workload import Feature, Table
@@ -238,9 +239,9 @@ def test_mistakes_are_named(tmp_path, monkeypatch):
             pass
     model = dlrm(OPTIMIZERS[0])
     plan = on_disk(plan_for(model, batch_of(0)))
-    columns = replace(plan.tables[0], rects=(replace(plan.tables[0].rects[0], cols=(0, 4)),))
-    with pytest.raises(UserError, match="which has rows on disk"):
-        build(model, replace(plan, tables=(columns, *plan.tables[1:])))
+    replicated = replace(plan.tables[0], rects=(replace(plan.tables[0].rects[0], ranks=(0, 1)),))
+    with pytest.raises(UserError, match="replicas of table .*, which has rows on disk"):
+        check_supported(replace(plan, tables=(replicated, *plan.tables[1:])), model.sparse.tables)
 
 
 def test_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
@@ -309,7 +310,7 @@ def test_after_a_failed_copy_nothing_is_trained_or_saved(tmp_path, monkeypatch):
 def test_a_table_on_disk_that_is_not_finite_is_named():
     job = job_of(OPTIMIZERS[3], disk=True)
     cached = job.model.sparse.exchange.local_shards[0].caches[1]
-    cached.write_rows(0, torch.arange(200), torch.full((200, 8), torch.nan))
+    cached.write_rows(0, torch.arange(200), (0, 8), torch.full((200, 8), torch.nan))
     with pytest.raises(UserError, match=r"sparse.*item.*is not finite"):
         list(job.run([batch_of(0)]))
     with pytest.raises(UserError, match="is not finite in row 0"):

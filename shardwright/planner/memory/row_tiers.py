@@ -19,7 +19,7 @@ from shardwright.planner.problem import PlacedTables, Problem
 from shardwright.planner.tables import cache_hits
 from shardwright.planner.tables.sharding import ShardUnit, TableLoad
 from shardwright.spec.plan import Share
-from shardwright.spec.row_cache import DISK, LINE_BYTES, ROW_INDEX_BYTES, STEPS_IN_FLIGHT, WAYS
+from shardwright.spec.row_cache import DISK, LINE_BYTES, ROW_INDEX_BYTES, SAVED_ROW_BYTES, STEPS_IN_FLIGHT, WAYS
 
 DENSITY_STEPS = 32  # intervals per segment of a popularity curve
 FLOAT32_BYTES = 4.0
@@ -43,8 +43,7 @@ def whole_tables(problem: Problem) -> list[RowTiers]:
 
 
 def split_rows(problem: Problem, placed: PlacedTables) -> list[RowTiers] | None:
-    """The tiers of every table; None if there is no room, or if a table would have to be on disk as column shards or
-    replicas."""
+    """The tiers of every table; None if there is no room, or if replicas of a table would have to be on disk."""
     loads, budget = problem.placed_loads(placed), memory_budget(problem)
     all_rows = [load.table.rows for load in loads]
     if fits_memory(problem, placed, [all_rows]):
@@ -101,7 +100,7 @@ def _cache_bytes(problem: Problem, unit: ShardUnit, fast_rows: Sequence[int]) ->
     load, on_disk = problem.table_loads[unit.table_number], problem.cluster.device.tiers[-1].name == DISK
     unit_rows = unit.bytes_ / load.row_bytes(unit.width)
     wider_bytes = max(0.0, FLOAT32_BYTES - load.weight_bytes) * unit.width if problem.wide_lines else 0.0
-    return unit_rows * ((LINE_BYTES + wider_bytes) * lines / table_rows + ROW_INDEX_BYTES * on_disk)
+    return unit_rows * ((LINE_BYTES + wider_bytes) * lines / table_rows + (ROW_INDEX_BYTES + SAVED_ROW_BYTES) * on_disk)
 
 
 def _num_rows(problem: Problem, unit: ShardUnit) -> int:
@@ -191,7 +190,6 @@ def _split_table(problem: Problem, placed: PlacedTables, number: int, rows_withi
 
 
 def _can_be_there(placed: PlacedTables, number: int, table: RowTiers) -> bool:
-    """Whether the runtime supports a table there: on disk, rows are whole and on one rank."""
+    """Whether the runtime supports a table there: replicas are in memory."""
     units = placed.units_by_table.get(number, [])
-    is_whole = all(unit.sharding.column_shards == unit.sharding.num_replicas == 1 for unit, _ in units)
-    return is_whole or table.shares[-1].tier != DISK
+    return table.shares[-1].tier != DISK or all(unit.sharding.num_replicas == 1 for unit, _ in units)

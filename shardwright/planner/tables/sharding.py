@@ -19,7 +19,7 @@ from shardwright.errors import UserError
 from shardwright.planner.price import primitives
 from shardwright.spec import optimizer
 from shardwright.spec.cluster import Cluster, Level
-from shardwright.spec.row_cache import ID_MAP_BYTES
+from shardwright.spec.row_cache import id_map_bytes
 from shardwright.spec.workload import (
     DTYPE_BYTES,
     Dtype,
@@ -72,8 +72,8 @@ class TableLoad:
 
     def row_bytes(self, columns: int) -> float:
         """Bytes of a row with this many columns, including optimizer state, and its id if the table grows."""
-        id_bytes = ID_MAP_BYTES if self.table.growth is not None else 0
-        return columns * (self.weight_bytes + self.state_column_bytes) + self.state_bytes + id_bytes
+        values = columns * (self.weight_bytes + self.state_column_bytes) + self.state_bytes
+        return values + id_map_bytes(self.table.growth)
 
     def distinct_rows_per_group(self, num_groups: int) -> float:
         return dict(self.group_distinct_rows)[num_groups]
