@@ -17,19 +17,11 @@
 #include <mutex>
 #include <string>
 
-#include "crc.h"
 #include "page_reads.h"
 #include "row_log.h"
 #include "threads.h"
 
 namespace {
-
-struct Segment {
-  int file = -1;
-  uint64_t name = 0;  // of the file; numbers of segments are used again
-  int64_t records = 0, live = 0;
-  int64_t snapshots = 0;  // that need it
-};
 
 class RowLog {
  public:
@@ -51,7 +43,7 @@ class RowLog {
         threads_(threads) {}
 
   ~RowLog() {
-    for (const Segment& segment : segments_)
+    for (const LogSegment& segment : segments_)
       if (segment.file >= 0) close(segment.file);
   }
 
@@ -163,7 +155,7 @@ class RowLog {
     const std::lock_guard<std::mutex> lock(mutex_);
     int64_t victim = -1;
     for (int64_t s = 0; s < int64_t(segments_.size()); ++s) {
-      const Segment& segment = segments_[s];
+      const LogSegment& segment = segments_[s];
       const bool may = segment.file >= 0 && s != current_ && !segment.snapshots;
       if (!may || segment.live >= (1 - share) * segment.records) continue;
       if (victim < 0 || segment.live < segments_[victim].live) victim = s;
@@ -220,10 +212,7 @@ class RowLog {
   bool check_page(int64_t page, const char* bytes, int64_t read) {
     if (read < 0) return errno = int(-read), fail_errno("read", page / segment_pages_);
     bytes_read_ += page_bytes_;
-    PageHeader header;
-    std::memcpy(&header, bytes, sizeof(header));
-    const uint32_t sum = crc32c(bytes + sizeof(uint32_t), page_bytes_ - sizeof(uint32_t));
-    if (read < page_bytes_ || header.checksum != sum || header.page != uint64_t(page))
+    if (read < page_bytes_ || !is_intact(bytes, page_bytes_, page))
       return fail(name_of(page) + " is damaged: " + (read < page_bytes_ ? "it ends early" : "its checksum is wrong"));
     return true;
   }
@@ -252,12 +241,8 @@ class RowLog {
     const int64_t pages = (buffer_records_ + page_records_ - 1) / page_records_;
     if (!pages) return true;
     for (int64_t i = 0; i < pages; ++i) {
-      char* bytes = buffer_.get() + i * page_bytes_;
       const int64_t records = std::min(page_records_, buffer_records_ - i * page_records_);
-      const PageHeader header{0, uint32_t(records), uint64_t(buffer_begin_ + i)};
-      std::memcpy(bytes, &header, sizeof(header));
-      const uint32_t sum = crc32c(bytes + sizeof(sum), page_bytes_ - sizeof(sum));
-      std::memcpy(bytes, &sum, sizeof(sum));
+      seal_page(buffer_.get() + i * page_bytes_, page_bytes_, records, buffer_begin_ + i);
     }
     const int64_t begin = buffer_begin_ % segment_pages_;
     for (int64_t done = 0; done < pages * page_bytes_;) {
@@ -277,7 +262,7 @@ class RowLog {
     std::vector<int> files;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      for (const Segment& segment : segments_)
+      for (const LogSegment& segment : segments_)
         if (segment.file >= 0) files.push_back(fcntl(segment.file, F_DUPFD_CLOEXEC, 0));
     }
     bool good = true;
@@ -304,7 +289,7 @@ class RowLog {
   }
 
   void drop_if_dead(int64_t s) {
-    Segment& segment = segments_[s];
+    LogSegment& segment = segments_[s];
     if (s == current_ || segment.file < 0 || segment.live || segment.snapshots) return;
     close(segment.file);
     unlink(path_of(s).c_str());
@@ -319,9 +304,7 @@ class RowLog {
       const PagePlace at = place_of(page);
       const int64_t read = pread(at.file, memory.get(), page_bytes_, at.offset);
       if (!check_page(page, memory.get(), read < 0 ? -errno : read)) return false;
-      PageHeader header;
-      std::memcpy(&header, memory.get(), sizeof(header));
-      for (uint32_t i = 0; i < header.records; ++i) {
+      for (uint32_t i = 0; i < header_of(memory.get()).records; ++i) {
         const char* bytes = bytes_of(memory.get(), page * page_records_ + i);
         int64_t row;
         std::memcpy(&row, bytes, kRowBytes);
@@ -352,7 +335,7 @@ class RowLog {
   const int64_t page_bytes_, record_bytes_, page_records_, buffer_pages_, segment_pages_;
   const bool direct_;
   std::vector<uint32_t> record_of_;
-  std::vector<Segment> segments_;
+  std::vector<LogSegment> segments_;
   std::map<int64_t, Snapshot> snapshots_;
   int64_t current_ = -1, last_snapshot_ = 0, records_ = 0, live_ = 0;
   uint64_t last_name_ = 0;

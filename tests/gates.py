@@ -54,6 +54,7 @@ BLOCKING: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "dense/flat_parameter.py": ("__init__", "all_gather_tensors"),
         "dense/replicated.py": ("broadcast_values",),
         "embeddings/exchange.py": ("route", "pool", "lookup", "_exchange_weights"),
+        "embeddings/host_tables.py": ("lookup",),
         "embeddings/full_tables.py": ("gather_state", "_gather_by_id"),
         "runtime/agreement.py": (),
         "runtime/bindings.py": ("wait_for_end",),

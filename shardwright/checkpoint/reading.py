@@ -76,9 +76,9 @@ class Checkpoint:
                     ]
                     for target, target_layers in zip(targets, layers, strict=True)
                 ]
-                for _ in pool.map(_Block.__call__, _of(blocks, targets, is_stored=False)):
+                for _ in pool.map(_Block.__call__, _blocks_of(blocks, targets, is_stored=False)):
                     pass
-                for block in _of(blocks, targets, is_stored=True):
+                for block in _blocks_of(blocks, targets, is_stored=True):
                     block.store()
                 for covered, target_blocks in zip(coverage, blocks, strict=True):
                     covered.add(depth, target_blocks)
@@ -220,7 +220,9 @@ class _Block:
         )
 
 
-def _of(blocks: Sequence[Sequence[_Block]], targets: Sequence[Rectangle], *, is_stored: bool) -> Iterator[_Block]:
+def _blocks_of(
+    blocks: Sequence[Sequence[_Block]], targets: Sequence[Rectangle], *, is_stored: bool
+) -> Iterator[_Block]:
     """The blocks of targets that store their rows, or of the others."""
     return chain.from_iterable(
         own for own, target in zip(blocks, targets, strict=True) if (target.stored is not None) == is_stored

@@ -1,13 +1,52 @@
-"""Copy batches to the GPU, overlapped with computation.
+"""Copies to and from the GPU, overlapped with computation.
 
-Phases: the loader reads a batch into pinned memory; its copy is issued on a separate stream, one batch ahead of the one
-in computation; `wait()` makes the consumer's stream wait for the copy and does not block the thread.
+Batches: the loader reads a batch into pinned memory; its copy is issued on a separate stream, one batch ahead of the
+one in computation; `wait()` makes the consumer's stream wait for the copy and does not block the thread.
 """
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from shardwright.comm.pending import Pending
 from shardwright.jagged import Batch
+
+
+class CopyStream:
+    """A stream for copies beside computation; on a CPU, which does everything in order, none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def event(self) -> torch.Event | None:
+        """An event after all that is issued on the current stream."""
+        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+
+    @contextmanager
+    def after(self, event: torch.Event | None) -> Iterator[None]:
+        """A context in which this thread issues on this stream, after an event."""
+        if self._stream is None:
+            yield
+            return
+        if event is not None:
+            self._stream.wait_event(event)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def wait(self, event: torch.Event | None, tensors: Iterable[torch.Tensor] = ()) -> None:
+        """Make the current stream wait for an event of this one; `tensors`: made on this stream, and read on that."""
+        if event is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(event)
+            for tensor in tensors:
+                _record_stream(tensor, current)
+
+    def synchronize(self) -> None:
+        """Wait in this thread for all copies."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class Transfer:

@@ -122,6 +122,12 @@ class ShardedTables:
         # Table groups whose only client is this rank: their vectors and gradients are not sent.
         self._unsent = [index for index, group in enumerate(self.table_groups) if group.clients == (self.rank,)]
 
+    def write_back(self) -> None:
+        """Modules hold no rows of sharded tables."""
+
+    def reload(self) -> None:
+        """Modules hold no rows of sharded tables."""
+
     def cache_counts(self) -> dict[str, CacheCounts]:
         """By table with rows on disk, what the caches of this rank's shards have counted so far."""
         counts: dict[str, CacheCounts] = {}

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwright.errors import UserError
 from shardwright.kernels import row_kernels_triton
 from shardwright.kernels.arguments import DTYPES, Ids, TableState, vector_dtype
 from shardwright.kernels.cuda_copies import to_device
@@ -108,8 +107,6 @@ def update_all(
     sorted_lookups: Sequence[Tensor] | None = None,
 ) -> None:
     """One optimizer step of all trained tables, in place; one update launch per dtype of tables."""
-    if any(state.row_numbers is not None for state in states):
-        raise UserError("tables on a GPU have no lines of a cache yet: keep these tables in memory")
     weights = [state.weight for state in states]
     positions, starts, bags, first_chunks, runs_of_chunks = sorted_lookups or sort_lookups(weights, ids)
     if not ids.values.numel():
@@ -236,7 +233,9 @@ def _table_structs(states: Sequence[TableState]) -> Tensor:
     for table in states:
         first, second = (*[state.data_ptr() for state in table.state], 0, 0)[:2]
         dtype, key = DTYPES.index(table.weight.dtype), step_key(table.rounding_key, table.step)
-        rows.append((table.weight.data_ptr(), first, second, *table.weight.shape, dtype, table.is_trained, key))
+        numbers = 0 if table.row_numbers is None else table.row_numbers.data_ptr()
+        fields = (first, second, *table.weight.shape, dtype, table.is_trained, key, numbers)
+        rows.append((table.weight.data_ptr(), *fields))
     return _to_device(rows, states[0].weight.device)
 
 

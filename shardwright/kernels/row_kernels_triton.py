@@ -13,7 +13,7 @@ NO_ID = tl.constexpr(2**62)
 MEAN, NONE = tl.constexpr(POOLINGS.index("mean")), tl.constexpr(POOLINGS.index("none"))
 # Fields of the features' and the tables' structs, rows of int64.
 VECTORS, STRIDE, KIND, TABLE, FEATURE_FIELDS = map(tl.constexpr, range(5))
-WEIGHT, STATE, STATE_2, ROWS, DIM, DTYPE, TRAINED, KEY, TABLE_FIELDS = map(tl.constexpr, range(9))
+WEIGHT, STATE, STATE_2, ROWS, DIM, DTYPE, TRAINED, KEY, NUMBERS, TABLE_FIELDS = map(tl.constexpr, range(10))
 
 
 @triton.jit
@@ -263,5 +263,9 @@ def update_rows(
         change = lr * change
     if DECOUPLED:
         weight -= lr * decay * weight
+    if W != A:  # rounded by the number of the row, which may be on a line of a cache
+        numbers = tl.load(table + NUMBERS, mask=has, other=0)
+        is_line = has & (numbers != 0)
+        row = tl.where(is_line, tl.load(numbers.to(tl.pointer_type(tl.int64)) + row, mask=is_line, other=0), row)
     key = optimizers.row_key(tl.load(table + KEY, mask=has, other=0), row)
     tl.store(weights, optimizers.stochastic_round(weight - change, key, column, W), mask=keep)

@@ -75,6 +75,7 @@ class EmbeddingTables(nn.Module):
     def weight(self, table: str) -> nn.Parameter:
         if self.holder(table).is_released:
             raise UserError(f'table "{table}" is sharded over ranks: job.state() returns its full weight')
+        self.exchange.write_back()
         return self.holder(table).weight
 
     def adopt(self, table: str, weight: nn.Parameter) -> None:
@@ -96,6 +97,7 @@ class EmbeddingTables(nn.Module):
 
     def state(self, table: str) -> dict[str, Tensor]:
         """Optimizer state tensors of a table by name; empty if its optimizer has none."""
+        self.exchange.write_back()
         return dict(self.holder(table).named_buffers())
 
     def forward(self, batch: Batch | Jagged) -> Any:
@@ -222,6 +224,7 @@ class EmbeddingTables(nn.Module):
         self.steps = {table.name: int(saved[f"{table.name}.step"]) for table in self.tables}
         for table in self.tables:
             self.holder(table.name).rounding_key = int(saved[f"{table.name}.{ROUNDING_KEY}"])
+        self.exchange.reload()
 
     def set_path(self, path: str) -> None:
         """Include the module path in the tables' seeds, so that tables of equal name in two modules differ."""
@@ -233,6 +236,7 @@ class EmbeddingTables(nn.Module):
         for table in self.tables:
             self.holder(table.name).reset()
         self.steps = dict.fromkeys(self.steps, 0)
+        self.exchange.reload()
 
     def extra_repr(self) -> str:
         rows = sum(table.rows for table in self.tables)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from shardwright.comm.pending import Pending
 from shardwright.jagged import Jagged, Vectors
+from shardwright.kernels.cache_index import CacheCounts
 from shardwright.spec.optimizer import SparseOptimizer
 
 
@@ -60,6 +61,18 @@ class Announcer(Protocol):
 
 class Exchange(Announcer, Protocol):
     """Looks up and updates the tables of one EmbeddingBags. Only `update` changes tables."""
+
+    def cache_counts(self) -> dict[str, CacheCounts]:
+        """By table with a cache, what the caches of this rank have counted so far."""
+        ...
+
+    def write_back(self) -> None:
+        """Copy rows that were updated elsewhere to the modules of the tables, before they are read there."""
+        ...
+
+    def reload(self) -> None:
+        """Copy rows from the modules of the tables to where they are updated; after they were replaced."""
+        ...
 
     def forward(self, features: Jagged, /) -> Vectors:
         """Look up the features of a batch, and wait for all communication.

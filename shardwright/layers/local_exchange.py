@@ -18,6 +18,7 @@ from shardwright.errors import UserError
 from shardwright.jagged import Jagged, Vectors, concat, features_with_gradient
 from shardwright.kernels import embedding
 from shardwright.kernels.arguments import TableState, concat_with_decay
+from shardwright.kernels.cache_index import CacheCounts
 from shardwright.kernels.compile_exempt import disable_compile
 from shardwright.kernels.dedup import restrict_ids
 from shardwright.spec.optimizer import SparseOptimizer
@@ -45,6 +46,15 @@ class LocalExchange:
     def __init__(self, bags: "EmbeddingTables", member: str = "") -> None:
         self._bags, self.member = bags, member
         self.num_updates = 0  # by backward passes of a user training loop
+
+    def write_back(self) -> None:
+        pass
+
+    def reload(self) -> None:
+        pass
+
+    def cache_counts(self) -> dict[str, CacheCounts]:
+        return {}
 
     def forward(self, features: Jagged) -> Vectors:
         ids = self._bags.read(features)
@@ -110,18 +120,32 @@ class LocalExchange:
     def update(
         self, ids: Jagged, gradients: Vectors, optimizer: SparseOptimizer, steps: Mapping[str, int]
     ) -> Collection[str]:
-        bags, used = self._bags, features_with_gradient(gradients)
-        kernel_ids, tensors = bags.kernel_ids(ids), gradients.tensors()
-        if len(used) < len(bags.features):
-            kernel_ids, tensors = restrict_ids(kernel_ids, tensors, [feature.name in used for feature in bags.features])
-        tables = []
-        for table in bags.tables:
-            module = bags.holder(table.name)
-            state, step, is_trained = tuple(module.buffers()), steps[table.name], module.weight.requires_grad
-            tables.append(TableState(module.weight, state, step, module.rounding_key, is_trained, module.changed_rows))
-        with bags.naming_errors():
-            embedding.update(tables, kernel_ids, tensors, optimizer)
-        return used
+        tables = [table_state(self._bags, table.name, steps[table.name]) for table in self._bags.tables]
+        return update_used(self._bags, ids, gradients, optimizer, tables)
+
+
+def table_state(bags: "EmbeddingTables", table: str, step: int) -> TableState:
+    """A table of this process as the kernels update it; `step`: the number of its step, from 1."""
+    module = bags.holder(table)
+    state, is_trained = tuple(module.buffers()), module.weight.requires_grad
+    return TableState(module.weight, state, step, module.rounding_key, is_trained, module.changed_rows)
+
+
+def update_used(
+    bags: "EmbeddingTables",
+    ids: Jagged,
+    gradients: Vectors,
+    optimizer: SparseOptimizer,
+    tables: Sequence[TableState],
+) -> Collection[str]:
+    """One optimizer step of the rows of features with a gradient; returns these features."""
+    used = features_with_gradient(gradients)
+    kernel_ids, tensors = bags.kernel_ids(ids), gradients.tensors()
+    if len(used) < len(bags.features):
+        kernel_ids, tensors = restrict_ids(kernel_ids, tensors, [feature.name in used for feature in bags.features])
+    with bags.naming_errors():
+        embedding.update(tables, kernel_ids, tensors, optimizer)
+    return used
 
 
 class _LookupThenUpdate(torch.autograd.Function):

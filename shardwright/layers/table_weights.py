@@ -5,6 +5,7 @@ Shape legend: U row indices.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ class TableWeights(nn.Module):
             state = torch.empty(shape, dtype=torch_state_dtype(table), device=device)
             self.register_buffer(name, state, persistent=False)
         self._trained: bool | None = None  # requires_grad of a released weight; None: not released
+        self._stays_on_cpu = False
         self.reset()
 
     def set_path(self, path: str) -> None:
@@ -69,6 +71,18 @@ class TableWeights(nn.Module):
         self.register_parameter("weight", None)
         for name in [name for name, _ in self.named_buffers()]:
             delattr(self, name)
+
+    def keep_on_cpu(self) -> None:
+        """Keep the weight and the optimizer state in host memory when the model moves to a GPU."""
+        if self.weight.is_meta:
+            self.to_empty(device="cpu")
+            self.reset()
+        self.to("cpu")
+        self._stays_on_cpu = True
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "TableWeights":
+        """Called by nn.Module to move or cast its tensors."""
+        return self if self._stays_on_cpu else super()._apply(fn, recurse)
 
     @torch.no_grad()
     def cast(self, dtype: Dtype) -> None:

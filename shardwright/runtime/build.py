@@ -18,6 +18,7 @@ from shardwright.comm.mesh import Group, Mesh, current_rank
 from shardwright.embeddings.announcement import BatchAnnouncer
 from shardwright.embeddings.cached_shard import Caches
 from shardwright.embeddings.exchange import Lanes, ShardedTables
+from shardwright.embeddings.host_tables import HostTables
 from shardwright.embeddings.layout import build_layout
 from shardwright.embeddings.row_order import GrowthOrder, make_row_order
 from shardwright.errors import UserError
@@ -36,13 +37,14 @@ from shardwright.runtime.bindings import StepBindings
 from shardwright.runtime.dense_layout import DenseOptimizer, announced_axes, mesh_for
 from shardwright.runtime.job import Job
 from shardwright.runtime.rank_group import RankGroup
-from shardwright.runtime.supported import cached_rows, check_supported, is_single_process
+from shardwright.runtime.supported import cached_rows, check_supported, gpu_rows, is_single_process
 from shardwright.runtime.user_loop import UserLoop
 from shardwright.spec.lanes import IDS, WIRE
 from shardwright.spec.pipeline import rank_chunks, rank_stages
 from shardwright.spec.plan import Plan
 from shardwright.spec.row_cache import FLOAT32_LINES, STEPS_IN_FLIGHT
 
+CACHING_DEVICES = ("cuda",)  # that may have a cache of rows in host memory
 CODECS = MappingProxyType({"float64": Plain, "float32": Plain, "float16": Fp16, "bfloat16": Bf16})
 
 
@@ -107,8 +109,8 @@ def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Jo
         sparse.hold({table.table: table.placement.weight_dtype for table in plan.tables})
     if not is_single_process(plan):
         use_library(check_agreement(model, plan, options.hottest, options.accumulate, RankGroup(mesh)))
-        if sparse is not None:
-            shard_tables(sparse, plan, mesh, options)
+    if sparse is not None:
+        place_tables(sparse, plan, mesh, options)
     parts = plan.pipeline.micro_batches if plan.pipeline is not None else 1
     draws = _key_draws(model, plan, mesh.rank, parts)
     layout = dense_layout.distribute_dense(model, plan, mesh)
@@ -160,6 +162,28 @@ def _check_stages(model: nn.Module, plan: Plan) -> None:
         plan.verify()
         chunks = rank_chunks(plan.pipeline, plan.num_pipeline_ranks, plan.pipeline_rank(rank))
     replace(plan, stages=stages).verify(contracts=StepBindings.contracts(model, stages, chunks))
+
+
+def place_tables(sparse: EmbeddingTables, plan: Plan, mesh: Mesh, options: _Options) -> None:
+    """Shard the tables, or keep them in host memory, as planned."""
+    if is_single_process(plan):
+        _cache_on_gpu(sparse, plan, mesh.device)
+    else:
+        shard_tables(sparse, plan, mesh, options)
+
+
+def _cache_on_gpu(sparse: EmbeddingTables, plan: Plan, device: torch.device) -> None:
+    """Keep tables in host memory as planned, with some of their rows in GPU memory."""
+    plans = {table.table: table for table in plan.tables}
+    lines = {i: num for i, table in enumerate(sparse.tables) if (num := gpu_rows(plans[table.name])) is not None}
+    if not lines:
+        return
+    if device.type not in CACHING_DEVICES:
+        raise UserError(
+            f'table "{sparse.tables[min(lines)].name}" is planned with rows in GPU memory, and this process has no '
+            "GPU: plan this model again"
+        )
+    sparse.exchange = HostTables(sparse, lines, device)
 
 
 def shard_tables(sparse: EmbeddingTables, plan: Plan, mesh: Mesh, options: _Options) -> None:

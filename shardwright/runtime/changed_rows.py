@@ -81,7 +81,8 @@ def track_changes(model: nn.Module) -> None:
             full_tables.track_changes(bags.exchange)
             continue
         for table in bags.tables:
-            bags.holder(table.name).changed_rows = torch.zeros(table.rows, dtype=torch.bool)
+            module = bags.holder(table.name)
+            module.changed_rows = torch.zeros(table.rows, dtype=torch.bool, device=module.weight.device)
 
 
 def growing_shards(model: nn.Module) -> Iterator[GrowingRows]:

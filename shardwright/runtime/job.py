@@ -273,9 +273,9 @@ class Job:
         return converted
 
     def cache_counts(self) -> dict[str, CacheCounts]:
-        """By table with rows on disk: distinct rows of batches, and how many were missing in memory; on this rank."""
-        exchange = self.model.sparse.exchange if sparse_of(self.model) is not None else None
-        return exchange.cache_counts() if isinstance(exchange, ShardedTables) else {}
+        """By table with a cache: distinct rows of batches, and how many were missing there; on this rank."""
+        sparse = sparse_of(self.model)
+        return sparse.exchange.cache_counts() if sparse is not None else {}
 
     def growth_counts(self) -> dict[str, dict[str, int]]:
         """By table that grows, on this rank: rows that it may have and has, entries of the map of ids, and rows that

@@ -35,7 +35,7 @@ from shardwright.spec.cache_hits import with_recorded_hits
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Plan, Share, single_rank_plan
 from shardwright.spec.routing_trace import RoutingTrace, read_trace, with_recorded_shares
-from shardwright.spec.row_cache import DISK, WAYS
+from shardwright.spec.row_cache import DISK, GPU, HOST, WAYS
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
@@ -125,24 +125,33 @@ def keep_on_disk(plan: Plan, rows_in_memory: Mapping[str, int]) -> Plan:
     They must hold the rows of the batches in flight: of this and the next step. The rows are stored below the folder
     for temporary files (TMPDIR).
     """
+    return replace(_cached(plan, rows_in_memory, HOST, DISK), stages=with_prefetch(plan.stages))
+
+
+def keep_in_host_memory(plan: Plan, rows_in_gpu_memory: Mapping[str, int]) -> Plan:
+    """The plan with these tables in host memory, for one process with a GPU; so many rows are in its memory at a time.
+
+    They must hold the rows of the batches in flight: of this and the next step.
+    """
+    plan = _cached(plan, rows_in_gpu_memory, GPU, HOST)
+    return replace(plan, stages=with_prefetch(plan.stages, from_host=True))
+
+
+def _cached(plan: Plan, lines: Mapping[str, int], fast: str, slow: str) -> Plan:
+    """The plan with so many rows of each shard of these tables in a fast tier, and all others in a slow one."""
     names = [table.table for table in plan.tables]
-    for name, rows in rows_in_memory.items():
+    for name, rows in lines.items():
         if name not in names:
             raise UserError(f'no table "{name}" in the plan{did_you_mean(name, names)}')
         if rows < WAYS:
             raise UserError(f'{rows} rows of table "{name}" in memory; wanted {WAYS} or more')
     tables = tuple(
-        replace(
-            table,
-            placement=replace(
-                table.placement, tiers=(Share(table.placement.tiers[0].tier, rows_in_memory[table.table]), Share(DISK))
-            ),
-        )
-        if table.table in rows_in_memory
+        replace(table, placement=replace(table.placement, tiers=(Share(fast, lines[table.table]), Share(slow))))
+        if table.table in lines
         else table
         for table in plan.tables
     )
-    return replace(plan, tables=tables, stages=with_prefetch(plan.stages))
+    return replace(plan, tables=tables)
 
 
 def plan_single_process(model: nn.Module, workload: Workload, allow: Sequence[str]) -> Plan:

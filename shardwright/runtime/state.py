@@ -2,6 +2,8 @@
 
 The names are independent of sharding and row order, so a state can be restored under another plan. Restoring is
 strict: a name that is missing or unexpected, or a tensor of another shape, is an error, never a silent fresh start.
+
+Shape legend: R rows, C columns of a rectangle.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

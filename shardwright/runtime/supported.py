@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 from shardwright.errors import UserError
 from shardwright.spec.plan import TABLE_DTYPES, Plan, TablePlan, single_rank_table_plan, widest_dtype
-from shardwright.spec.row_cache import DISK
+from shardwright.spec.row_cache import DISK, GPU, HOST
 from shardwright.spec.workload import Table
 
 
@@ -20,6 +20,12 @@ def cached_rows(planned: TablePlan) -> int | None:
     """Of a table with rows on disk, the number of rows of each shard that are in memory at a time."""
     tiers = planned.placement.tiers
     return tiers[0].rows if len(tiers) == 2 and tiers[1].tier == DISK else None
+
+
+def gpu_rows(planned: TablePlan) -> int | None:
+    """Of a table in host memory, the number of rows that are in GPU memory at a time."""
+    tiers = planned.placement.tiers
+    return tiers[0].rows if [share.tier for share in tiers] == [GPU, HOST] else None
 
 
 def check_supported(plan: Plan, tables: Sequence[Table]) -> None:
@@ -61,6 +67,8 @@ def _check_table(plan: Plan, planned: TablePlan, table: Table) -> Iterator[str]:
         planned = replace(
             planned, placement=replace(planned.placement, tiers=(planned.placement.tiers[0]._replace(rows=None),))
         )
+    if gpu_rows(planned) is not None and plan.num_ranks == 1 and table.growth is None:
+        planned = replace(planned, placement=replace(planned.placement, tiers=planned.placement.tiers[1:]))
     dtype = planned.placement.weight_dtype
     is_allowed = any(entry in plan.allow and allowed == dtype for entry, allowed in TABLE_DTYPES.items())
     supported = single_rank_table_plan(table, dtype if is_allowed else None).placement

@@ -42,6 +42,11 @@ def disk_functions() -> Mapping[str, TableFunction]:
     return {"prefetch": _prefetch, "lookup": _lookup, "update": _update}
 
 
+def host_batch_functions() -> Mapping[str, TableFunction]:
+    """Of plans whose ids are not copied to the GPU."""
+    return {"request": _request_from_host}
+
+
 def host_functions() -> Mapping[str, TableFunction]:
     """Of plans with a host reduce."""
     return {
@@ -50,6 +55,11 @@ def host_functions() -> Mapping[str, TableFunction]:
         "backward": _backward_to_host_sums,
         "spread": _broadcast_in_host,
     }
+
+
+@accesses(reads=("host_batch", "weight"), writes=("request",))
+def _request_from_host(step: Any, slots: Slots) -> None:
+    step.request(slots, slots["host_batch"])
 
 
 @accesses(reads=("ids", "state.lines"), writes=("near", "state.lines", "state.tables.idle"))

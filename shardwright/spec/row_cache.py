@@ -2,7 +2,7 @@
 
 from shardwright.spec.workload import Growth
 
-DISK = "ssd"  # a memory tier
+GPU, HOST, DISK = "hbm", "dram", "ssd"  # memory tiers
 FLOAT32_LINES = "cache.fp32"  # in a plan's `allow`: weights of 16 bits are float32 while they are on lines
 WAYS = 32  # lines of a set
 LINE_BYTES = 42  # of the index in memory, for each line

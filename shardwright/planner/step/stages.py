@@ -171,14 +171,16 @@ def evaluation_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     return without_leads([stage for stage in stages if stage.name in needed])
 
 
-def with_prefetch(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """The stages with "prefetch", one batch ahead."""
+def with_prefetch(stages: Sequence[Stage], *, from_host: bool = False) -> tuple[Stage, ...]:
+    """The stages with "prefetch", one batch ahead; `from_host`: of ids that are not copied to the GPU."""
     if has_prefetch(stages):
         return tuple(stages)
     found: list[Stage] = []
     for stage in stages:
         if stage.name in ("lookup", "update"):
             stage = replace(stage, reads=("ids", "near", *stage.reads[1:]))
+        if stage.name == "request" and from_host:
+            stage = replace(stage, reads=("host_batch", "weight"))
         found.append(replace(stage, lead=max(stage.lead, OVERLAPPED.get(stage.name, 0))))
         if stage.name == "ids":
             found.append(replace(PREFETCH, lead=OVERLAPPED["prefetch"]))
@@ -188,6 +190,11 @@ def with_prefetch(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 def has_prefetch(stages: Sequence[Stage]) -> bool:
     """Whether rows are copied from a slower memory tier before their lookup."""
     return any(stage.name == "prefetch" for stage in stages)
+
+
+def requests_from_host(stages: Sequence[Stage]) -> bool:
+    """Whether ids stay in host memory."""
+    return any(stage.name == "request" and "host_batch" in stage.reads for stage in stages)
 
 
 def has_host_reduce(stages: Sequence[Stage]) -> bool:

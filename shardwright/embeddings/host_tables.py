@@ -1,0 +1,287 @@
+"""Tables in host memory whose rows in use are on lines of a cache in GPU memory: the `Exchange` of one process.
+
+The modules of the tables keep all rows and their optimizer states, in page-locked memory; a line is a row and its
+optimizer state. For each batch a thread finds lines for the distinct rows (kernels/cache_index.py, on the CPU) and
+issues kernels, on a stream of their own, that copy evicted lines to host memory and missing rows to lines. Copies for
+the next batch run beside the step of this one: they start after the last update whose lines were released, and the
+lookup starts after them.
+
+Shape legend: N ids, U distinct rows, M moved rows, E rows of a table, L lines.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.comm.pending import Pending, ready
+from shardwright.comm.transfer import CopyStream
+from shardwright.errors import UserError
+from shardwright.jagged import Jagged, Vectors
+from shardwright.kernels import embedding
+from shardwright.kernels.arguments import IdOutOfRange, Ids, TableState
+from shardwright.kernels.buffers import BufferPool
+from shardwright.kernels.cache_index import CacheCounts, CacheIndex, PlacedRows, place_many, release_many
+from shardwright.kernels.cuda_copies import to_device
+from shardwright.kernels.dedup import unique_rows
+from shardwright.kernels.native import lengths_to_offsets
+from shardwright.kernels.row_swaps import Moves, RowSwaps, SwappedTable
+from shardwright.layers.embedding import EmbeddingTables
+from shardwright.layers.local_exchange import LocalBatch, LocalExchange, table_state, update_used
+from shardwright.spec.optimizer import SparseOptimizer
+from shardwright.spec.row_cache import HALF_LIFE_BATCHES
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class BatchOnLines:
+    """A batch, from `exchange_ids` to `release`: ids in host memory; once placed, the same ids on the GPU, with lines
+    in place of rows where a table has a cache, and by such a table its distinct rows and their lines."""
+
+    ids: Jagged
+    on_lines: Jagged | None = None
+    rows: tuple[Tensor, ...] = ()
+    lines: tuple[Tensor, ...] = ()
+    micro_batches: tuple["BatchOnLines", ...] = ()
+
+
+class HostTables:
+    """`lines`: by index of a table, its number of lines; other tables are on the device."""
+
+    def __init__(self, bags: EmbeddingTables, lines: Mapping[int, int], device: torch.device) -> None:
+        self._bags, self._local = bags, LocalExchange(bags)
+        self._device, self._buffers = device, BufferPool()
+        self._cached = sorted(lines)
+        self._tables = [bags.tables[index] for index in self._cached]
+        self._indices = [CacheIndex(lines[index], HALF_LIFE_BATCHES, bags.tables[index].name) for index in self._cached]
+        self._swapped = [self._swapped_table(bags.tables[index].name, lines[index]) for index in self._cached]
+        self._by_name = dict(zip((table.name for table in self._tables), self._swapped, strict=True))
+        self._swaps = RowSwaps(self._swapped)
+        # By table, the row of each line as far as copies are issued; -1: none.
+        self._row_of_L = [torch.full((len(table.row_of_L),), -1) for table in self._swapped]
+        self._move_of_L = torch.zeros(sum(map(len, self._row_of_L)), dtype=torch.int64)
+        self._first_lines = list(accumulate(map(len, self._row_of_L), initial=0))
+        self._stream = CopyStream(device)
+        self._copier = ThreadPoolExecutor(1, "rows")
+        self._released: Any = None  # an event after the last update whose lines were released
+        self._failure: Exception | None = None
+        bags.register_state_dict_pre_hook(_write_back)
+        bags.register_load_state_dict_post_hook(_reload)
+
+    @torch.no_grad()
+    def _swapped_table(self, table: str, num_lines: int) -> SwappedTable:
+        module = self._bags.holder(table)
+        module.keep_on_cpu()
+        parts_E = [module.weight.data, *module.buffers()]
+        parts_L = [part.new_empty(num_lines, *part.shape[1:], device=self._device) for part in parts_E]
+        return SwappedTable(parts_E, parts_L, torch.full((num_lines,), -1, device=self._device))
+
+    def cache_counts(self) -> dict[str, CacheCounts]:
+        return {table.name: index.counts for table, index in zip(self._tables, self._indices, strict=True)}
+
+    def forward(self, features: Jagged) -> Vectors:
+        if self._bags.optimizer is not None and torch.is_grad_enabled():
+            raise UserError(
+                "tables in host memory train only in job.run; to look up without training, use torch.no_grad()"
+            )
+        return self.lookup(BatchOnLines(self._bags.read(features).to("cpu")))
+
+    def request(self, ids: Jagged, weight: float, stop: int = 0) -> LocalBatch:
+        return self._local.request(ids, weight, stop)
+
+    def announce(self, request: LocalBatch) -> Pending[LocalBatch]:
+        return self._local.announce(request)
+
+    def announce_end(self) -> Pending[None]:
+        return self._local.announce_end()
+
+    def exchange_ids(self, announced: LocalBatch) -> Pending[BatchOnLines]:
+        return ready(BatchOnLines(announced.ids))
+
+    def prefetch(self, batch: BatchOnLines) -> Pending[BatchOnLines]:
+        """Find lines for the rows of a batch, and copy those that are missing."""
+        copied = self._copier.submit(self._keep_failure, lambda: self._place(batch))
+
+        def wait() -> BatchOnLines:
+            end, on_lines = copied.result(), batch.on_lines
+            assert on_lines is not None
+            self._stream.wait(end, [x for x in (on_lines.values, on_lines.lengths, on_lines.weights) if x is not None])
+            return batch
+
+        return Pending(wait)
+
+    @torch.no_grad()
+    def _place(self, batch: BatchOnLines) -> Any:
+        """Place the rows on lines, and issue copies; returns an event after them."""
+        rows_U, counts, inverse_N, own = self._distinct_rows(batch.ids)
+        has_away = any(index.num_away for index in self._indices)
+        placed = place_many(self._indices, rows_U, counts)
+        batch.rows, batch.lines = rows_U.split(counts), tuple(each.lines_U for each in placed)
+        with self._stream.after(self._released):  # read after `place`: it covers the release of all lines that are free
+            lines_N = torch.cat(batch.lines)[inverse_N]
+            values = batch.ids.values.clone()
+            values[own] = lines_N.to(values.dtype)
+            batch.on_lines = replace(batch.ids, values=values).map(lambda x: to_device(x, self._device))
+            for moves in self._moves(batch.rows, placed, has_away):
+                self._swaps.run(moves)
+            return self._stream.event()
+
+    def _distinct_rows(self, ids: Jagged) -> tuple[Tensor, list[int], Tensor, Tensor | slice]:
+        """`unique_rows` of the ids of tables with a cache, and where these are among all ids."""
+        bags, numbers = self._bags, {table.name: number for number, table in enumerate(self._tables)}
+        chosen = [i for i, feature in enumerate(bags.features) if feature.table in numbers]
+        values, lengths, own_N = ids.values, ids.lengths, slice(None)
+        if len(chosen) < len(bags.features):
+            of_feature_N = torch.arange(len(bags.features)).repeat_interleave(lengths.sum(1))
+            own_N = torch.isin(of_feature_N, torch.tensor(chosen))
+            values, lengths = values[own_N], lengths[chosen].contiguous()
+        tables = [numbers[bags.features[i].table] for i in chosen]
+        own = Ids(values, lengths_to_offsets(lengths), None, tables, [0] * len(tables))
+        with bags.naming_errors():
+            try:
+                return *unique_rows(own, [table.rows for table in self._tables]), own_N
+            except IdOutOfRange as error:
+                raise IdOutOfRange(chosen[error.feature], error.id) from None
+
+    def _moves(self, rows: Sequence[Tensor], placed: Sequence[PlacedRows], has_away: bool) -> Iterator[Moves]:
+        """The copies of a batch. A line's old row is copied together with its new row; only where a row changes its
+        line (`has_away`), all old rows come first."""
+        nums = [len(each.missing_U) for each in placed]
+        tables_M = torch.arange(len(placed)).repeat_interleave(torch.tensor(nums))
+        lines_M = torch.cat([each.lines_U[each.missing_U] for each in placed])
+        new_rows_M = torch.cat([own[each.missing_U] for own, each in zip(rows, placed, strict=True)])
+        old_rows_M = torch.full_like(new_rows_M, -1)
+        for row_of_L, lines, new in zip(self._row_of_L, lines_M.split(nums), new_rows_M.split(nums), strict=True):
+            row_of_L[lines] = new
+        written_lines = torch.cat([each.written_lines for each in placed])
+        written_rows = torch.cat([each.written_rows for each in placed])
+        nums_written = torch.tensor([len(each.written_lines) for each in placed])
+        written_tables = torch.arange(len(placed)).repeat_interleave(nums_written)
+        if has_away:
+            yield Moves(written_tables, written_lines, torch.full_like(written_rows, -1), written_rows)
+        else:
+            firsts = torch.tensor(self._first_lines)
+            self._move_of_L[firsts[tables_M] + lines_M] = torch.arange(len(lines_M))
+            old_rows_M[self._move_of_L[firsts[written_tables] + written_lines]] = written_rows
+        yield Moves(tables_M, lines_M, new_rows_M, old_rows_M)
+
+    def lookup(self, batch: BatchOnLines, *, training: bool = False) -> Vectors:
+        is_placed = batch.on_lines is not None
+        if not is_placed:
+            self.prefetch(batch).wait()
+        assert batch.on_lines is not None
+        weights = [self._weight(table.name) for table in self._bags.tables]
+        with self._bags.naming_errors():
+            pooled, *sequences = embedding.lookup_into(self._buffers, weights, self._bags.kernel_ids(batch.on_lines))
+        if not is_placed and not training:
+            self.release(batch, written=False)
+        return self._bags.vectors(pooled, sequences)
+
+    def _weight(self, table: str) -> Tensor:
+        return self._by_name[table].parts_L[0] if table in self._by_name else self._bags.holder(table).weight
+
+    def _table_state(self, table: str, step: int) -> TableState:
+        state = table_state(self._bags, table, step)
+        if table not in self._by_name:
+            return state
+        (weight, *others), row_of_L = self._by_name[table].parts_L, self._by_name[table].row_of_L
+        return replace(state, weight=weight, state=tuple(others), changed_rows=None, row_numbers=row_of_L)
+
+    def reduce_in_host(self, looked_up: Vectors) -> Pending[Vectors]:
+        return ready(looked_up)
+
+    def exchange_vectors(self, looked_up: Vectors) -> Pending[Vectors]:
+        return ready(looked_up)
+
+    def exchange_gradients(
+        self, ids: BatchOnLines, gradients: Vectors, *, sum_replicas: bool = True
+    ) -> Pending[Vectors]:
+        return ready(gradients)
+
+    def broadcast_in_host(self, ids: BatchOnLines, gradients: Vectors) -> Pending[Vectors]:
+        return ready(gradients)
+
+    def update(
+        self, ids: BatchOnLines, gradients: Vectors, optimizer: SparseOptimizer, steps: Mapping[str, int]
+    ) -> Collection[str]:
+        assert ids.on_lines is not None
+        tables = [self._table_state(table.name, steps[table.name]) for table in self._bags.tables]
+        used = update_used(self._bags, ids.on_lines, gradients, optimizer, tables)
+        self.release(ids, written=True)
+        return used
+
+    def release(self, ids: BatchOnLines, *, written: bool) -> None:
+        """End a batch's use of its lines; `written`: an update has changed them."""
+        self._released = self._stream.event()
+        modules = [self._bags.holder(table.name) for table in self._tables]
+        changes = [written and module.is_trained for module in modules]
+        for batch in ids.micro_batches or (ids,):
+            if not batch.lines:
+                continue
+            for module, rows_U, is_changed in zip(modules, batch.rows, changes, strict=True):
+                if is_changed and module.changed_rows is not None:
+                    module.changed_rows[rows_U] = True
+            release_many(self._indices, torch.cat(batch.lines), [len(lines) for lines in batch.lines], changes)
+            batch.on_lines, batch.rows, batch.lines = None, (), ()
+
+    def concat_micro_batches(
+        self, micro_batches: Sequence[tuple[BatchOnLines, Vectors]], decay: float
+    ) -> tuple[BatchOnLines, Vectors]:
+        batches = tuple(batch for batch, _ in micro_batches)
+        on_lines = [(batch.on_lines, gradients) for batch, gradients in micro_batches if batch.on_lines is not None]
+        joined, gradients = self._local.concat_micro_batches(on_lines, decay)
+        return BatchOnLines(batches[-1].ids, joined, micro_batches=batches), gradients
+
+    def write_back(self) -> None:
+        """Copy all lines that were written to host memory."""
+        if any(index.may_be_written for index in self._indices):
+            self._run_alone(self._write_back)
+
+    def reload(self) -> None:
+        """Copy all rows that are on lines from host memory."""
+        self._run_alone(self._reload)
+
+    def _write_back(self) -> None:
+        for number, index in enumerate(self._indices):
+            lines, rows = index.written_lines(clear=True)
+            self._swaps.run(Moves(torch.full_like(lines, number), lines, torch.full_like(rows, -1), rows))
+
+    def _reload(self) -> None:
+        for number, (index, row_of_L) in enumerate(zip(self._indices, self._row_of_L, strict=True)):
+            index.written_lines(clear=True)
+            lines = (row_of_L >= 0).nonzero().flatten()
+            self._swaps.run(Moves(torch.full_like(lines, number), lines, row_of_L[lines], torch.full_like(lines, -1)))
+
+    def _run_alone(self, run: Callable[[], None]) -> None:
+        """Run copies after all others and after all updates so far, and wait for them."""
+        end = self._stream.event()
+
+        def run_on_stream() -> None:
+            with self._stream.after(end):
+                run()
+            self._stream.synchronize()
+
+        self._copier.submit(self._keep_failure, run_on_stream).result()
+
+    def _keep_failure(self, run: Callable[[], T]) -> T:
+        """After an error all calls raise it: lines may lack their rows."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return run()
+        except Exception as error:
+            self._failure = error
+            raise
+
+
+def _write_back(bags: Any, *_: Any) -> None:
+    bags.exchange.write_back()
+
+
+def _reload(bags: nn.Module, *_: Any) -> None:
+    bags.exchange.reload()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
