@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu_tiers [--rounds N] [--write NAME]
 
-A DLRM with 26 tables of 1,000,000 rows of 128 columns (13.3 GB), row-wise AdaGrad, batch 8,192, one id a feature with
-popularity rank**-1.05, a new batch each step. One process trains all sides in turns of some steps:
+A DLRM with 26 tables of 1,000,000 rows of 128 columns (13.3 GB), row-wise AdaGrad, one id a feature with popularity
+rank**-1.05, a new batch each step, of 8,192 or 32,768 samples. One process trains all sides in turns of 20 steps:
 "GPU": all tables in GPU memory; twice, as the A/A floor. "cache, N %": tables in host memory, N % of the rows on lines
 in GPU memory; the caches are warm before the first turn. "unified": tables in unified memory (cuMemAllocManaged) that
 stays in host memory and that the GPU's kernels access, as FBGEMM places tables that it manages; same kernels, no cache.
@@ -41,7 +41,7 @@ from shardwright.spec.workload import Feature, Table
 
 NUM_DENSE, BOTTOM, TOP = 13, (512, 256), (1024, 1024, 512, 256)
 MANAGED_GLOBAL, PREFERRED_LOCATION, ACCESSED_BY, CPU_DEVICE = 1, 3, 5, -1  # of the CUDA driver's interface
-STEPS, WARM_STEPS = 10, 60  # of a turn; before the first turn
+STEPS, WARM_STEPS = 20, 60  # of a turn; before the first turn
 Line = dict[str, Any]
 
 
@@ -50,16 +50,16 @@ class Case:
     tables: int
     rows: int
     dim: int
-    batch: int
+    batches: tuple[int, ...]  # samples
     shares: tuple[float, ...]  # of rows on lines
 
-    def make_batch(self, number: int) -> Batch:
+    def make_batch(self, size: int, number: int) -> Batch:
         generator = torch.Generator().manual_seed(number)
-        ids = np.concatenate([ids_of(table, self.rows, self.batch, number) for table in range(self.tables)])
+        ids = np.concatenate([ids_of(table, self.rows, size, number) for table in range(self.tables)])
         names = tuple(f"f{i}" for i in range(self.tables))
-        lengths = torch.ones(self.tables, self.batch, dtype=torch.int64)
-        dense = torch.randn(self.batch, NUM_DENSE, generator=generator)
-        click = torch.randint(0, 2, (self.batch,), generator=generator).float()
+        lengths = torch.ones(self.tables, size, dtype=torch.int64)
+        dense = torch.randn(size, NUM_DENSE, generator=generator)
+        click = torch.randint(0, 2, (size,), generator=generator).float()
         return Batch(Jagged(names, torch.from_numpy(ids), lengths), dense, {"click": click})
 
     def make_model(self) -> DLRM:
@@ -70,8 +70,8 @@ class Case:
         return DLRM(bags, NUM_DENSE, bottom=(*BOTTOM, self.dim), top=TOP)
 
 
-FULL = Case(26, 1_000_000, 128, 8192, (0.25, 0.1, 0.05))
-SMALLEST = Case(2, 5000, 16, 64, (0.5,))
+FULL = Case(26, 1_000_000, 128, (8192, 32_768), (0.25, 0.1))
+SMALLEST = Case(2, 5000, 16, (64,), (0.5,))
 
 
 class ManagedMemory:
@@ -101,7 +101,7 @@ class ManagedMemory:
 class Side:
     def __init__(self, case: Case, kind: str, share: float = 0.0) -> None:
         model = case.make_model()
-        plan = plan_for(model, case.make_batch(0))
+        plan = plan_for(model, case.make_batch(64, 0))
         if kind == "cache":
             rows = int(case.rows * share)
             plan = keep_in_host_memory(plan, {table.table: rows for table in plan.tables})
@@ -138,13 +138,19 @@ class Side:
 
 
 def measure(case: Case, num_rounds: int) -> Iterator[Line]:
-    batches = [case.make_batch(number) for number in range(max(WARM_STEPS, STEPS * (num_rounds + 1)))]
     sides = {"GPU": Side(case, "gpu"), "GPU, again": Side(case, "gpu"), "unified": Side(case, "unified")}
     sides |= {f"cache, {100 * share:g} %": Side(case, "cache", share) for share in case.shares}
+    for size in case.batches:
+        yield from _measure_batches(case, size, sides, num_rounds)
+
+
+def _measure_batches(case: Case, size: int, sides: dict[str, Side], num_rounds: int) -> Iterator[Line]:
+    batches = [case.make_batch(size, number) for number in range(max(WARM_STEPS, STEPS * (num_rounds + 1)))]
     for side in sides.values():
         side.run(batches[:WARM_STEPS])
         side.run(batches[:STEPS])
         side.milliseconds.clear()
+        side.losses.clear()
     before = {name: side.counts() for name, side in sides.items() if name.startswith("cache")}
     names = [*sides]
     for number in range(1, num_rounds + 1):
@@ -152,7 +158,7 @@ def measure(case: Case, num_rounds: int) -> Iterator[Line]:
         for name in names[turn:] + names[:turn]:
             sides[name].run(batches[number * STEPS : (number + 1) * STEPS])
     steps = num_rounds * STEPS
-    yield from (_line(case, name, sides, before.get(name), steps) for name in sides)
+    yield from ({"batch": size} | _line(case, name, sides, before.get(name), steps) for name in sides)
 
 
 def _line(case: Case, name: str, sides: dict[str, Side], before: np.ndarray | None, steps: int) -> Line:

@@ -26,15 +26,12 @@ namespace {
 // Keys ahead whose set, and whose state, is fetched; of missing keys, all states of the set.
 constexpr int64_t kAhead = 16, kClose = 6, kVictims = 3;
 
-struct Counts {
-  int64_t missing, written, evicted, conflicts;
-};
-
 // A part of a batch: the rows of a range of sets.
 struct Part {
   std::vector<int64_t> rows;  // positions in the batch
   std::vector<uint64_t> hashes;
-  std::vector<int64_t> missing, written_lines, written_keys, conflicts;
+  std::vector<int64_t> missing, old_keys;  // a missing row, and the one that was written on its line; or kNoWay
+  std::vector<int64_t> written_lines, written_keys, conflicts;
   int64_t evicted = 0;
 };
 
@@ -62,10 +59,11 @@ class Index {
     return number;
   }
 
-  // Places the distinct rows of a batch; `lines` are theirs. Positions of missing rows go to `missing`; lines that were
-  // written and are now another row's, and their former rows, to `written_lines` and `written_keys`, all of size n +
-  // num_away(). Returns false if the batches in flight need more lines than there are; the index is then of no use.
-  bool place(const int64_t* keys, const float* scores, int64_t n, int64_t* lines, int64_t* missing,
+  // Places the distinct rows of a batch; `lines` are theirs. Positions of missing rows go to `missing`, and to
+  // `old_keys`, if it is not null, the rows that were written on their lines, or kNoWay; lines that were written and are
+  // now another row's, and their former rows, to `written_lines` and `written_keys`, all of size n + num_away(). Returns
+  // false if the batches in flight need more lines than there are; the index is then of no use.
+  bool place(const int64_t* keys, const float* scores, int64_t n, int64_t* lines, int64_t* missing, int64_t* old_keys,
              int64_t* written_lines, int64_t* written_keys, Counts* counts) {
     ++batch_;
     *counts = {};
@@ -89,9 +87,11 @@ class Index {
     for (Part& part : parts)
       for (const int64_t i : part.conflicts)
         if (!place_away(part, keys[i], scores ? scores[i] : 0.0f, i, lines)) return false;
+    counts->emptied = moved.written_lines.size();
     parts.push_back(std::move(moved));
     for (const Part& part : parts) {
       std::copy(part.missing.begin(), part.missing.end(), missing + counts->missing);
+      if (old_keys) std::copy(part.old_keys.begin(), part.old_keys.end(), old_keys + counts->missing);
       std::copy(part.written_lines.begin(), part.written_lines.end(), written_lines + counts->written);
       std::copy(part.written_keys.begin(), part.written_keys.end(), written_keys + counts->written);
       counts->missing += part.missing.size();
@@ -125,14 +125,14 @@ class Index {
     }
   }
 
-  // Lines that were written, and their rows; with `clear` they count as not written from now on. Without `lines` only
-  // their number is returned.
-  int64_t written(int64_t* lines, int64_t* keys, bool clear) {
+  // Lines with a row, `written`: that were written, and their rows; with `clear` they count as not written from now on.
+  // Without `lines` only their number is returned.
+  int64_t list(int64_t* lines, int64_t* keys, bool written, bool clear) {
     int64_t found = 0;
     for (uint64_t s = 0; s < num_sets_; ++s)
       for (int64_t way = 0; way < kWays; ++way) {
         Set& set = sets_[s];
-        if (!(set.full >> way & 1) || !set.states[way].written) continue;
+        if (!(set.full >> way & 1) || (written && !set.states[way].written)) continue;
         if (lines) lines[found] = s * kWays + way, keys[found] = set.states[way].key;
         if (clear) set.states[way].written = 0;
         ++found;
@@ -189,8 +189,7 @@ class Index {
         part.conflicts.push_back(at);
         continue;
       }
-      fill(part, line, part.hashes[i], keys[at], scores ? scores[at] : 0.0f);
-      part.missing.push_back(at);
+      fill(part, line, part.hashes[i], keys[at], scores ? scores[at] : 0.0f, at);
       lines[at] = number_of(line);
     }
   }
@@ -254,9 +253,10 @@ class Index {
     ++state.placed;
   }
 
-  // Puts a row on a line that is empty or not pinned.
-  void fill(Part& part, Line line, uint64_t hash, int64_t key, float score) {
-    empty(part, line);
+  // Puts a missing row, at this position of the batch, on a line that is empty or not pinned.
+  void fill(Part& part, Line line, uint64_t hash, int64_t key, float score, int64_t at) {
+    part.missing.push_back(at);
+    part.old_keys.push_back(empty(part, line));
     line.set->tags[line.way] = uint8_t(hash);
     line.set->full |= 1u << line.way;
     LineState& state = line.set->states[line.way];
@@ -266,17 +266,17 @@ class Index {
     use(line, score, announced_ >= batch_ ? window_.take(key, 1u << batch_ % kWindow) : 0);
   }
 
-  void empty(Part& part, Line line) {
+  // Returns the row of the line if it was written, else kNoWay.
+  int64_t empty(Part& part, Line line) {
     Set& set = *line.set;
-    if (!(set.full >> line.way & 1)) return;
-    if (set.states[line.way].written) {
-      part.written_lines.push_back(number_of(line));
-      part.written_keys.push_back(set.states[line.way].key);
-    }
+    if (!(set.full >> line.way & 1)) return kNoWay;
+    const int64_t old = set.states[line.way].written ? set.states[line.way].key : kNoWay;
+    if (set.states[line.way].written) part.written_lines.push_back(number_of(line)), part.written_keys.push_back(old);
     set.states[line.way].written = 0;
     set.full &= ~(1u << line.way);
     set.guests &= ~(1u << line.way);
     ++part.evicted;
+    return old;
   }
 
   // Puts a row whose set has only pinned lines in another one.
@@ -286,11 +286,10 @@ class Index {
       Line line{&sets_[(home + step) % num_sets_], 0};
       line.way = victim(*line.set);
       if (line.way == kNoWay) continue;
-      fill(part, line, hash, key, score);
+      fill(part, line, hash, key, score, at);
       line.set->guests |= 1u << line.way;
       ++sets_[home].away;
       away_[key] = number_of(line);
-      part.missing.push_back(at);
       lines[at] = number_of(line);
       return true;
     }
@@ -331,37 +330,44 @@ SHARDWRIGHT_API int64_t shardwright_cache_announce(void* index, const int64_t* k
   return static_cast<Index*>(index)->announce(keys, n);
 }
 
-// The batch of one of several indices: the position of its first row in the arrays of all, and of its first written line.
-struct IndexBatch {
-  Index* index;
-  int64_t n, first, first_written;
-};
+// Threads for several indices, one after the other on each; a single one has threads of its own.
+static int threads_for_all(const IndexBatch* batches, int64_t num) {
+  int64_t rows = 0;
+  for (int64_t i = 0; i < num; ++i) rows += batches[i].n;
+  return num < 2 ? 1 : threads_for(rows);
+}
 
 // `place` of several indices. Returns -1, or the position of the first whose lines are too few.
 SHARDWRIGHT_API int64_t shardwright_cache_place(const IndexBatch* batches, int64_t num, const int64_t* keys,
                                                 const float* scores, int64_t* lines, int64_t* missing,
-                                                int64_t* written_lines, int64_t* written_keys, int64_t* counts) {
+                                                int64_t* old_keys, int64_t* written_lines, int64_t* written_keys,
+                                                int64_t* counts) {
+  int64_t failed = num;
+#pragma omp parallel for num_threads(threads_for_all(batches, num)) schedule(dynamic) reduction(min : failed)
   for (int64_t i = 0; i < num; ++i) {
     const IndexBatch& own = batches[i];
-    if (!own.index->place(keys + own.first, scores ? scores + own.first : nullptr, own.n, lines + own.first,
-                          missing + own.first, written_lines + own.first_written, written_keys + own.first_written,
+    if (!static_cast<Index*>(own.index)->place(keys + own.first, scores ? scores + own.first : nullptr, own.n, lines + own.first,
+                          missing + own.first, old_keys ? old_keys + own.first : nullptr,
+                          written_lines + own.first_written, written_keys + own.first_written,
                           reinterpret_cast<Counts*>(counts) + i))
-      return i;
+      failed = std::min(failed, i);
   }
-  return -1;
+  return failed < num ? failed : -1;
 }
 
 SHARDWRIGHT_API void shardwright_cache_release(const IndexBatch* batches, int64_t num, const int64_t* lines,
                                                const int64_t* written) {
-  for (int64_t i = 0; i < num; ++i) batches[i].index->release(lines + batches[i].first, batches[i].n, written[i]);
+#pragma omp parallel for num_threads(threads_for_all(batches, num)) schedule(dynamic)
+  for (int64_t i = 0; i < num; ++i) static_cast<Index*>(batches[i].index)->release(lines + batches[i].first, batches[i].n, written[i]);
 }
 
 SHARDWRIGHT_API void shardwright_cache_find(const void* index, const int64_t* keys, int64_t n, int64_t* lines) {
   static_cast<const Index*>(index)->find_lines(keys, n, lines);
 }
 
-SHARDWRIGHT_API int64_t shardwright_cache_written(void* index, int64_t* lines, int64_t* keys, int64_t clear) {
-  return static_cast<Index*>(index)->written(lines, keys, clear);
+SHARDWRIGHT_API int64_t shardwright_cache_list(void* index, int64_t* lines, int64_t* keys, int64_t written,
+                                               int64_t clear) {
+  return static_cast<Index*>(index)->list(lines, keys, written, clear);
 }
 
 // Rows that are not in their own set: as many more lines than rows may be emptied by the next `place`.

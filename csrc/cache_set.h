@@ -11,6 +11,17 @@
 constexpr int64_t kWays = 32, kWindow = 32;  // batches that may be announced
 constexpr int64_t kNoWay = -1;
 
+// The batch of one of several indices: the position of its first row in the arrays of all, and of its first written line.
+struct IndexBatch {
+  void* index;
+  int64_t n, first, first_written;
+};
+
+struct Counts {
+  int64_t missing, written, evicted, conflicts;
+  int64_t emptied;  // lines among those written, the last ones, that were emptied before any row was placed
+};
+
 // What is known of a row on a line; two share a cache line.
 struct LineState {
   int64_t key;

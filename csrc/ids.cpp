@@ -19,6 +19,9 @@ bool starts(const Entry* entries, int64_t i) { return i == 0 || entries[i].row !
 
 }  // namespace
 
+// Native code that is called from this thread runs on so many threads.
+SHARDWRIGHT_API void shardwright_use_threads(int64_t num) { omp_set_num_threads(int(num)); }
+
 // Distinct rows of each table, ascending, and for each id the index of its row among all distinct rows. `distinct` and
 // `inverse` have the size of all ids; `counts` is per table. Returns -1, or the position of the first id outside its
 // table.

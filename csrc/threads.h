@@ -17,7 +17,9 @@
 
 constexpr int64_t kParallelFrom = 1 << 13;  // with fewer ids, waking threads costs more than it saves
 
-inline int threads_for(int64_t ids) { return ids < kParallelFrom ? 1 : omp_get_max_threads(); }
+inline int threads_for(int64_t ids) {
+  return ids < kParallelFrom || omp_in_parallel() ? 1 : omp_get_max_threads();
+}
 
 // Kernels of the best instruction set of this machine, or of the level selected with set_level.
 const RowKernels& row_kernels();

@@ -152,13 +152,18 @@ class CheckpointWriter:
         assert rect.changed_rows is not None
         if id(rect.changed_rows) not in cache:
             idx = rect.changed_rows.nonzero().flatten()
-            cache[id(rect.changed_rows)] = idx, idx + rect.rows[0] if isinstance(rect.rows, tuple) else rect.rows[idx]
+            rows = idx + rect.rows[0] if isinstance(rect.rows, tuple) else rect.rows[idx]
+            cache[id(rect.changed_rows)] = idx, rows.cpu()
         indices, rows = cache[id(rect.changed_rows)]
         if rect.stored is not None:
             return replace(rect, values=rect.stored.select(indices), rows=rows, changed_rows=None, stored=None)
         buffer_RC = self._buffer(key, rect).view(rect.values_RC.shape)[: len(indices)]
-        values = torch.index_select(rect.values_RC.detach(), 0, indices, out=buffer_RC)
-        return replace(rect, values=values, rows=rows, changed_rows=None)
+        values_RC = rect.values_RC.detach()
+        if values_RC.device == buffer_RC.device:
+            torch.index_select(values_RC, 0, indices, out=buffer_RC)
+        else:
+            buffer_RC.copy_(values_RC.index_select(0, indices))
+        return replace(rect, values=buffer_RC, rows=rows, changed_rows=None)
 
     def _run(self, task: "_WriteTask") -> None:
         """Body of the writer thread."""

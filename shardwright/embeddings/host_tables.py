@@ -3,16 +3,15 @@
 The modules of the tables keep all rows and their optimizer states, in page-locked memory; a line is a row and its
 optimizer state. For each batch a thread finds lines for the distinct rows (kernels/cache_index.py, on the CPU) and
 issues kernels, on a stream of their own, that copy evicted lines to host memory and missing rows to lines. Copies for
-the next batch run beside the step of this one: they start after the last update whose lines were released, and the
-lookup starts after them.
+the next batch run beside the step of this one: they use lines that were released before it began, and start after the
+update that released them; the lookup starts after the copies.
 
 Shape legend: N ids, U distinct rows, M moved rows, E rows of a table, L lines.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -25,29 +24,37 @@ from shardwright.jagged import Jagged, Vectors
 from shardwright.kernels import embedding
 from shardwright.kernels.arguments import IdOutOfRange, Ids, TableState
 from shardwright.kernels.buffers import BufferPool
-from shardwright.kernels.cache_index import CacheCounts, CacheIndex, PlacedRows, place_many, release_many
+from shardwright.kernels.cache_index import CacheCounts, CacheIndex, PlacedLookups, place_ids, release_many
 from shardwright.kernels.cuda_copies import to_device
-from shardwright.kernels.dedup import unique_rows
-from shardwright.kernels.native import lengths_to_offsets
-from shardwright.kernels.row_swaps import Moves, RowSwaps, SwappedTable
+from shardwright.kernels.native import lengths_to_offsets, use_threads
+from shardwright.kernels.row_swaps import RowSwaps, SwappedTable
 from shardwright.layers.embedding import EmbeddingTables
 from shardwright.layers.local_exchange import LocalBatch, LocalExchange, table_state, update_used
 from shardwright.spec.optimizer import SparseOptimizer
 from shardwright.spec.row_cache import HALF_LIFE_BATCHES
 
+PLACING_THREADS = 4  # that find lines for a batch, beside the one that runs the step
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class BatchOnLines:
     """A batch, from `exchange_ids` to `release`: ids in host memory; once placed, the same ids on the GPU, with lines
-    in place of rows where a table has a cache, and by such a table its distinct rows and their lines."""
+    in place of rows where a table has a cache."""
 
     ids: Jagged
     on_lines: Jagged | None = None
-    rows: tuple[Tensor, ...] = ()
-    lines: tuple[Tensor, ...] = ()
+    placed: PlacedLookups | None = None
     micro_batches: tuple["BatchOnLines", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A batch that no longer uses its lines; by table, whether it has changed them; an event after that."""
+
+    placed: PlacedLookups
+    changes: Sequence[bool]
+    event: torch.Event | None
 
 
 class HostTables:
@@ -62,13 +69,9 @@ class HostTables:
         self._swapped = [self._swapped_table(bags.tables[index].name, lines[index]) for index in self._cached]
         self._by_name = dict(zip((table.name for table in self._tables), self._swapped, strict=True))
         self._swaps = RowSwaps(self._swapped)
-        # By table, the row of each line as far as copies are issued; -1: none.
-        self._row_of_L = [torch.full((len(table.row_of_L),), -1) for table in self._swapped]
-        self._move_of_L = torch.zeros(sum(map(len, self._row_of_L)), dtype=torch.int64)
-        self._first_lines = list(accumulate(map(len, self._row_of_L), initial=0))
         self._stream = CopyStream(device)
-        self._copier = ThreadPoolExecutor(1, "rows")
-        self._released: Any = None  # an event after the last update whose lines were released
+        self._copier = ThreadPoolExecutor(1, "rows", use_threads, (PLACING_THREADS,))
+        self._released: list[Released] = []  # batches whose lines the next one may use
         self._failure: Exception | None = None
         bags.register_state_dict_pre_hook(_write_back)
         bags.register_load_state_dict_post_hook(_reload)
@@ -105,7 +108,13 @@ class HostTables:
 
     def prefetch(self, batch: BatchOnLines) -> Pending[BatchOnLines]:
         """Find lines for the rows of a batch, and copy those that are missing."""
-        copied = self._copier.submit(self._keep_failure, lambda: self._place(batch))
+        released, self._released = self._released, []  # not those of the step that runs beside the copies
+
+        def place() -> Any:
+            with self._bags.naming_errors():
+                return self._keep_failure(lambda: self._place(batch, released))
+
+        copied = self._copier.submit(place)
 
         def wait() -> BatchOnLines:
             end, on_lines = copied.result(), batch.on_lines
@@ -116,59 +125,34 @@ class HostTables:
         return Pending(wait)
 
     @torch.no_grad()
-    def _place(self, batch: BatchOnLines) -> Any:
+    def _place(self, batch: BatchOnLines, released: Sequence[Released]) -> Any:
         """Place the rows on lines, and issue copies; returns an event after them."""
-        rows_U, counts, inverse_N, own = self._distinct_rows(batch.ids)
-        has_away = any(index.num_away for index in self._indices)
-        placed = place_many(self._indices, rows_U, counts)
-        batch.rows, batch.lines = rows_U.split(counts), tuple(each.lines_U for each in placed)
-        with self._stream.after(self._released):  # read after `place`: it covers the release of all lines that are free
-            lines_N = torch.cat(batch.lines)[inverse_N]
-            values = batch.ids.values.clone()
-            values[own] = lines_N.to(values.dtype)
+        self._release(released)
+        ids, chosen, own = self._cached_ids(batch.ids)
+        try:
+            batch.placed = placed = place_ids(self._indices, ids, [table.rows for table in self._tables])
+        except IdOutOfRange as error:
+            raise IdOutOfRange(chosen[error.feature], error.id) from None
+        with self._stream.after(released[-1].event if released else None):
+            values = placed.lines_N
+            if own is not None:
+                values = batch.ids.values.index_put((own,), values.to(batch.ids.values.dtype))
             batch.on_lines = replace(batch.ids, values=values).map(lambda x: to_device(x, self._device))
-            for moves in self._moves(batch.rows, placed, has_away):
+            for moves in (placed.moves[: placed.num_first], placed.moves[placed.num_first :]):
                 self._swaps.run(moves)
             return self._stream.event()
 
-    def _distinct_rows(self, ids: Jagged) -> tuple[Tensor, list[int], Tensor, Tensor | slice]:
-        """`unique_rows` of the ids of tables with a cache, and where these are among all ids."""
+    def _cached_ids(self, ids: Jagged) -> tuple[Ids, list[int], Tensor | None]:
+        """The ids of tables with a cache; their features; where they are among all ids, None if there are no others."""
         bags, numbers = self._bags, {table.name: number for number, table in enumerate(self._tables)}
         chosen = [i for i, feature in enumerate(bags.features) if feature.table in numbers]
-        values, lengths, own_N = ids.values, ids.lengths, slice(None)
+        values, lengths, own_N = ids.values, ids.lengths, None
         if len(chosen) < len(bags.features):
             of_feature_N = torch.arange(len(bags.features)).repeat_interleave(lengths.sum(1))
             own_N = torch.isin(of_feature_N, torch.tensor(chosen))
             values, lengths = values[own_N], lengths[chosen].contiguous()
         tables = [numbers[bags.features[i].table] for i in chosen]
-        own = Ids(values, lengths_to_offsets(lengths), None, tables, [0] * len(tables))
-        with bags.naming_errors():
-            try:
-                return *unique_rows(own, [table.rows for table in self._tables]), own_N
-            except IdOutOfRange as error:
-                raise IdOutOfRange(chosen[error.feature], error.id) from None
-
-    def _moves(self, rows: Sequence[Tensor], placed: Sequence[PlacedRows], has_away: bool) -> Iterator[Moves]:
-        """The copies of a batch. A line's old row is copied together with its new row; only where a row changes its
-        line (`has_away`), all old rows come first."""
-        nums = [len(each.missing_U) for each in placed]
-        tables_M = torch.arange(len(placed)).repeat_interleave(torch.tensor(nums))
-        lines_M = torch.cat([each.lines_U[each.missing_U] for each in placed])
-        new_rows_M = torch.cat([own[each.missing_U] for own, each in zip(rows, placed, strict=True)])
-        old_rows_M = torch.full_like(new_rows_M, -1)
-        for row_of_L, lines, new in zip(self._row_of_L, lines_M.split(nums), new_rows_M.split(nums), strict=True):
-            row_of_L[lines] = new
-        written_lines = torch.cat([each.written_lines for each in placed])
-        written_rows = torch.cat([each.written_rows for each in placed])
-        nums_written = torch.tensor([len(each.written_lines) for each in placed])
-        written_tables = torch.arange(len(placed)).repeat_interleave(nums_written)
-        if has_away:
-            yield Moves(written_tables, written_lines, torch.full_like(written_rows, -1), written_rows)
-        else:
-            firsts = torch.tensor(self._first_lines)
-            self._move_of_L[firsts[tables_M] + lines_M] = torch.arange(len(lines_M))
-            old_rows_M[self._move_of_L[firsts[written_tables] + written_lines]] = written_rows
-        yield Moves(tables_M, lines_M, new_rows_M, old_rows_M)
+        return Ids(values, lengths_to_offsets(lengths), None, tables, [0] * len(tables)), chosen, own_N
 
     def lookup(self, batch: BatchOnLines, *, training: bool = False) -> Vectors:
         is_placed = batch.on_lines is not None
@@ -186,11 +170,11 @@ class HostTables:
         return self._by_name[table].parts_L[0] if table in self._by_name else self._bags.holder(table).weight
 
     def _table_state(self, table: str, step: int) -> TableState:
-        state = table_state(self._bags, table, step)
         if table not in self._by_name:
-            return state
-        (weight, *others), row_of_L = self._by_name[table].parts_L, self._by_name[table].row_of_L
-        return replace(state, weight=weight, state=tuple(others), changed_rows=None, row_numbers=row_of_L)
+            return table_state(self._bags, table, step)
+        module, (weight, *others) = self._bags.holder(table), self._by_name[table].parts_L
+        row_of_L = self._by_name[table].row_of_L
+        return TableState(weight, others, step, module.rounding_key, module.is_trained, row_numbers=row_of_L)
 
     def reduce_in_host(self, looked_up: Vectors) -> Pending[Vectors]:
         return ready(looked_up)
@@ -216,18 +200,24 @@ class HostTables:
         return used
 
     def release(self, ids: BatchOnLines, *, written: bool) -> None:
-        """End a batch's use of its lines; `written`: an update has changed them."""
-        self._released = self._stream.event()
+        """End a batch's use of its lines, before the next batch is placed; `written`: an update has changed them."""
+        event = self._stream.event()
         modules = [self._bags.holder(table.name) for table in self._tables]
         changes = [written and module.is_trained for module in modules]
         for batch in ids.micro_batches or (ids,):
-            if not batch.lines:
+            if (placed := batch.placed) is None:
                 continue
-            for module, rows_U, is_changed in zip(modules, batch.rows, changes, strict=True):
+            for module, rows_U, is_changed in zip(
+                modules, placed.rows_U.split(list(placed.counts)), changes, strict=True
+            ):
                 if is_changed and module.changed_rows is not None:
                     module.changed_rows[rows_U] = True
-            release_many(self._indices, torch.cat(batch.lines), [len(lines) for lines in batch.lines], changes)
-            batch.on_lines, batch.rows, batch.lines = None, (), ()
+            self._released.append(Released(placed, changes, event))
+            batch.on_lines = batch.placed = None
+
+    def _release(self, released: Sequence[Released]) -> None:
+        for each in released:
+            release_many(self._indices, each.placed.lines_U, each.placed.counts, each.changes)
 
     def concat_micro_batches(
         self, micro_batches: Sequence[tuple[BatchOnLines, Vectors]], decay: float
@@ -239,7 +229,7 @@ class HostTables:
 
     def write_back(self) -> None:
         """Copy all lines that were written to host memory."""
-        if any(index.may_be_written for index in self._indices):
+        if self._released or any(index.may_be_written for index in self._indices):
             self._run_alone(self._write_back)
 
     def reload(self) -> None:
@@ -249,19 +239,23 @@ class HostTables:
     def _write_back(self) -> None:
         for number, index in enumerate(self._indices):
             lines, rows = index.written_lines(clear=True)
-            self._swaps.run(Moves(torch.full_like(lines, number), lines, torch.full_like(rows, -1), rows))
+            numbers, none = torch.full_like(lines, number), torch.full_like(rows, -1)
+            self._swaps.run(torch.stack([numbers, lines, none, rows], 1))
 
     def _reload(self) -> None:
-        for number, (index, row_of_L) in enumerate(zip(self._indices, self._row_of_L, strict=True)):
+        for number, index in enumerate(self._indices):
             index.written_lines(clear=True)
-            lines = (row_of_L >= 0).nonzero().flatten()
-            self._swaps.run(Moves(torch.full_like(lines, number), lines, row_of_L[lines], torch.full_like(lines, -1)))
+            lines, rows = index.full_lines()
+            numbers, none = torch.full_like(lines, number), torch.full_like(rows, -1)
+            self._swaps.run(torch.stack([numbers, lines, rows, none], 1))
 
     def _run_alone(self, run: Callable[[], None]) -> None:
         """Run copies after all others and after all updates so far, and wait for them."""
-        end = self._stream.event()
+        end, released = self._stream.event(), self._released
+        self._released = []
 
         def run_on_stream() -> None:
+            self._release(released)
             with self._stream.after(end):
                 run()
             self._stream.synchronize()
@@ -269,11 +263,14 @@ class HostTables:
         self._copier.submit(self._keep_failure, run_on_stream).result()
 
     def _keep_failure(self, run: Callable[[], T]) -> T:
-        """After an error all calls raise it: lines may lack their rows."""
+        """After an error all calls raise it: lines may lack their rows. Not after an id outside its table: nothing is
+        placed then."""
         if self._failure is not None:
             raise self._failure
         try:
             return run()
+        except IdOutOfRange:
+            raise
         except Exception as error:
             self._failure = error
             raise

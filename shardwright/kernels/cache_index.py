@@ -1,23 +1,27 @@
 """Which rows are in a cache, and on which line: a set-associative index of 32 ways (csrc/cache_index.cpp).
 
-Shape legend: U distinct rows of a batch.
+Shape legend: N ids, U distinct rows of a batch, M rows to copy.
 """
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from shardwright.errors import UserError
+from shardwright.kernels.arguments import Ids, KernelArguments, sized_structs, validate_ids
 from shardwright.library import native_library
 from shardwright.spec.row_cache import WAYS
 
 WINDOW = 31  # batches that may be announced ahead of the one that is placed next
 LFU = -1  # as half_life: uses are never forgotten
 LRU = 0
+NUMBERS = 5  # that a call of `place` counts for each index
+# Of rows to copy: a line of a table, the row that it gets, and the one that it had, which was written; -1: none.
+MOVE_FIELDS = ("table", "line", "new row", "old row")
 
 
 @dataclass(slots=True)
@@ -43,6 +47,19 @@ class PlacedRows:
     missing_U: Tensor
     written_lines: Tensor
     written_rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedLookups:
+    """`lines_N`: of the ids. The distinct rows, table by table, their lines, and their numbers by table. Moves, of
+    which `num_first` are to be made before the others: (M, 4), with the fields of `MOVE_FIELDS`."""
+
+    lines_N: Tensor
+    rows_U: Tensor
+    lines_U: Tensor
+    counts: Sequence[int]
+    moves: Tensor
+    num_first: int
 
 
 class CacheIndex:
@@ -105,11 +122,30 @@ class CacheIndex:
     def written_lines(self, *, clear: bool = False) -> tuple[Tensor, Tensor]:
         """The lines that were written since they were copied in, and their rows; `clear`: they now count as not
         written."""
-        num = self.native.shardwright_cache_written(self.handle, None, None, False)
-        lines, rows = torch.empty(num, dtype=torch.int64), torch.empty(num, dtype=torch.int64)
-        self.native.shardwright_cache_written(self.handle, lines.data_ptr(), rows.data_ptr(), clear)
         self.may_be_written = self.may_be_written and not clear
+        return self._list(written=True, clear=clear)
+
+    def full_lines(self) -> tuple[Tensor, Tensor]:
+        """The lines with a row, and their rows."""
+        return self._list(written=False, clear=False)
+
+    def _list(self, *, written: bool, clear: bool) -> tuple[Tensor, Tensor]:
+        num = self.native.shardwright_cache_list(self.handle, None, None, written, False)
+        lines, rows = torch.empty(num, dtype=torch.int64), torch.empty(num, dtype=torch.int64)
+        self.native.shardwright_cache_list(self.handle, lines.data_ptr(), rows.data_ptr(), written, clear)
         return lines, rows
+
+    def count(self, rows: int, numbers: Sequence[int]) -> None:
+        """Add what a call of `place` has counted."""
+        missing, written, evicted, conflicts, _ = numbers
+        self.counts += CacheCounts(rows, missing, evicted, written, conflicts)
+
+    def too_few_lines(self) -> UserError:
+        subject = f'table "{self.table}": ' if self.table else ""
+        return UserError(
+            f"{subject}the rows of the batches in flight do not fit in the {self.num_lines} lines of the cache: give "
+            "it more memory, or use smaller batches"
+        )
 
 
 def place_many(
@@ -121,32 +157,47 @@ def place_many(
     sizes = [count + index.num_away for index, count in zip(indices, counts, strict=True)]
     batches = _batches_of(indices, counts, sizes)
     found, written = torch.empty(2, len(rows), dtype=torch.int64), torch.empty(2, sum(sizes), dtype=torch.int64)
-    numbers = torch.empty(num, 4, dtype=torch.int64)
-    pointers = [x.data_ptr() for x in (*found, *written, numbers)]
+    numbers = torch.empty(num, NUMBERS, dtype=torch.int64)
+    found_pointers, (*written_pointers, numbers_pointer) = _pointers(found), _pointers((*written, numbers))
     native = indices[0].native
-    failed = native.shardwright_cache_place(
-        batches.data_ptr(), num, rows.data_ptr(), None if scores is None else scores.data_ptr(), *pointers
-    )
+    score_pointer = None if scores is None else scores.data_ptr()
+    keys = rows.data_ptr(), score_pointer, *found_pointers, None
+    failed = native.shardwright_cache_place(batches.data_ptr(), num, *keys, *written_pointers, numbers_pointer)
     if failed >= 0:
-        subject = f'table "{indices[failed].table}": ' if indices[failed].table else ""
-        raise UserError(
-            f"{subject}the rows of the batches in flight do not fit in the {indices[failed].num_lines} lines of the "
-            "cache: give it more memory, or use smaller batches"
-        )
+        raise indices[failed].too_few_lines()
     placed: list[PlacedRows] = []
-    for index, count, size, (num_missing, num_written, num_evicted, num_conflicts) in zip(
-        indices, counts, sizes, numbers.tolist(), strict=True
-    ):
-        index.counts.rows += count
-        index.counts.missing += num_missing
-        index.counts.evicted += num_evicted
-        index.counts.written_back += num_written
-        index.counts.conflicts += num_conflicts
+    for index, count, size, counted in zip(indices, counts, sizes, numbers.tolist(), strict=True):
+        index.count(count, counted)
+        num_missing, num_written = counted[:2]
         lines, missing = found[0, first : first + count], found[1, first : first + num_missing]
         lines_written, rows_written = written[:, first_written : first_written + num_written]
         placed.append(PlacedRows(lines, missing, lines_written, rows_written))
         first, first_written = first + count, first_written + size
     return placed
+
+
+def place_ids(indices: Sequence[CacheIndex], ids: Ids, table_rows: Sequence[int]) -> PlacedLookups:
+    """Find or make lines for the rows of a batch's ids, and pin them; there is an index for each table."""
+    ids = validate_ids(replace(ids, weights=None), len(indices))
+    num, num_ids, native = len(indices), len(ids.values), indices[0].native
+    call, tables = KernelArguments(ids, [torch.empty(0)], [0] * num), sized_structs(table_rows)
+    handles = torch.tensor([index.handle for index in indices])
+    rows, lines = torch.empty(2, num_ids, dtype=torch.int64)
+    moves = torch.empty(num_ids + sum(index.num_away for index in indices), len(MOVE_FIELDS), dtype=torch.int64)
+    lines_N = torch.empty(num_ids, dtype=torch.int32)
+    counts, sizes = torch.empty(num, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
+    numbers = torch.empty(num, NUMBERS, dtype=torch.int64)
+    arguments = tables.ctypes.data, num, call.features.ctypes.data, call.lookups.ctypes.data
+    results = _pointers((handles, rows, counts, lines, lines_N, moves, sizes[:1], sizes[1:], numbers))
+    failed = native.shardwright_cache_place_ids(*arguments, *results)
+    if failed < -1:
+        raise indices[-2 - failed].too_few_lines()
+    ids.raise_if_invalid(failed)
+    counts_list, (num_moves, num_first) = counts.tolist(), sizes.tolist()
+    for index, count, counted in zip(indices, counts_list, numbers.tolist(), strict=True):
+        index.count(count, counted)
+    num_rows = sum(counts_list)
+    return PlacedLookups(lines_N, rows[:num_rows], lines[:num_rows], counts_list, moves[:num_moves], num_first)
 
 
 def release_many(
@@ -159,6 +210,10 @@ def release_many(
         index.may_be_written = index.may_be_written or flag
     native = indices[0].native
     native.shardwright_cache_release(batches.data_ptr(), len(indices), lines.data_ptr(), flags.data_ptr())
+
+
+def _pointers(tensors: Iterable[Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def _batches_of(indices: Sequence[CacheIndex], counts: Sequence[int], sizes: Sequence[int]) -> Tensor:

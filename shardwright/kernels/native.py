@@ -68,6 +68,13 @@ def sum_of_squares(values: Tensor) -> Tensor | float:
     return native.shardwright_sum_of_squares(values.data_ptr(), values.numel())
 
 
+def use_threads(num: int) -> None:
+    """Let native code that this thread calls run on so many threads at most."""
+    native = native_library()
+    if native is not None:
+        native.shardwright_use_threads(min(num, torch.get_num_threads()))
+
+
 def use_huge_pages(tensor: Tensor, *, collapse: bool = False) -> bool:
     """Put a large CPU tensor on 2 MiB pages where the system has them: fewer TLB misses on random rows.
 

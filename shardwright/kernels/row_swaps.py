@@ -29,16 +29,6 @@ class SwappedTable:
     row_of_L: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """Lines, sorted by table; the rows that they get and the rows that they had, to which they are copied; -1: none."""
-
-    tables_M: Tensor
-    lines_M: Tensor
-    new_rows_M: Tensor
-    old_rows_M: Tensor
-
-
 class RowSwaps:
     """Moves rows of these tables, which have equal numbers of parts. All tensors stay where they are."""
 
@@ -64,9 +54,9 @@ class RowSwaps:
             for rows_E, _ in parts:
                 lock_pages(rows_E)
 
-    def run(self, moves: Moves) -> None:
-        """Issue these moves on the current stream. No row may be both new and old."""
-        if not len(moves.lines_M):
+    def run(self, moves: Tensor) -> None:
+        """Issue moves, as of kernels/cache_index.py, on the current stream. No row may be both new and old."""
+        if not len(moves):
             return
         triton = triton_module("row_swaps_triton", self._numbers)
         if triton is None:
@@ -74,16 +64,14 @@ class RowSwaps:
         else:
             self.launch(triton, moves)
 
-    def launch(self, triton: Any, moves: Moves) -> None:
-        fields_M = torch.stack([moves.tables_M, moves.lines_M, moves.new_rows_M, moves.old_rows_M])
+    def launch(self, triton: Any, moves: Tensor) -> None:
         num_parts = len(self._tables[0].parts_E)
         shape = (self._word_bytes, num_parts, self._max_words)
-        triton.launch(self._structs, self._numbers, to_device(fields_M, self._device), *shape)
+        triton.launch(self._structs, self._numbers, to_device(moves, self._device), *shape)
 
-    def run_in_torch(self, moves: Moves) -> None:
+    def run_in_torch(self, moves: Tensor) -> None:
         for number, table in enumerate(self._tables):
-            own = moves.tables_M == number
-            lines_M, new_M, old_M = moves.lines_M[own], moves.new_rows_M[own], moves.old_rows_M[own]
+            _, lines_M, new_M, old_M = moves[moves[:, 0] == number].T
             has_new, has_old = new_M >= 0, old_M >= 0
             for rows_E, lines_L in zip(table.parts_E, table.parts_L, strict=True):
                 new = rows_E[new_M[has_new]].to(self._device)

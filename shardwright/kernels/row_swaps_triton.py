@@ -1,7 +1,4 @@
-"""The Triton kernel of kernels/row_swaps.py.
-
-Shape legend: M moves.
-"""
+"""The Triton kernel of kernels/row_swaps.py."""
 
 import triton
 import triton.language as tl
@@ -11,17 +8,15 @@ TILE_WORDS = 256  # of a row that a program copies at a time
 TILE_ROWS = 4  # that a program copies at a time
 PROGRAMS = 264  # that copy at a time; more would take processors from the step without being faster
 HOST, LINES, WORDS, PART_FIELDS = map(tl.constexpr, range(4))  # of a part's struct, rows of int64
+LINE, NEW_ROW, OLD_ROW, MOVE_FIELDS = map(tl.constexpr, range(1, 5))  # of a move, after its table
 
 
 @triton.jit
 def swap_rows(
     parts,
     row_numbers,
-    tables_M,
-    lines_M,
-    new_rows_M,
-    old_rows_M,
     moves,
+    num_moves,
     WORD: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -33,13 +28,14 @@ def swap_rows(
     `row_numbers`: by table, the address of the row of each line.
     """
     column = tl.arange(0, COLUMNS)
-    for start in range(tl.program_id(0) * ROWS, moves, tl.num_programs(0) * ROWS):
+    for start in range(tl.program_id(0) * ROWS, num_moves, tl.num_programs(0) * ROWS):
         move = start + tl.arange(0, ROWS)
-        has = move < moves
-        table = tl.load(tables_M + move, mask=has, other=0).to(tl.int64)
-        line = tl.load(lines_M + move, mask=has, other=0)
-        new_row = tl.load(new_rows_M + move, mask=has, other=-1)
-        old_row = tl.load(old_rows_M + move, mask=has, other=-1)
+        has = move < num_moves
+        own = moves + move.to(tl.int64) * MOVE_FIELDS
+        table = tl.load(own, mask=has, other=0)
+        line = tl.load(own + LINE, mask=has, other=0)
+        new_row = tl.load(own + NEW_ROW, mask=has, other=-1)
+        old_row = tl.load(own + OLD_ROW, mask=has, other=-1)
         for part in tl.static_range(PARTS):
             fields = parts + (table * PARTS + part) * PART_FIELDS
             words = tl.load(fields + WORDS)
@@ -58,14 +54,14 @@ def swap_rows(
 
 
 def launch(
-    structs: Tensor, row_numbers: Tensor, fields_M: Tensor, word_bytes: int, num_parts: int, max_words: int
+    structs: Tensor, row_numbers: Tensor, moves: Tensor, word_bytes: int, num_parts: int, max_words: int
 ) -> None:
-    """Issue the moves of kernels/row_swaps.py; `fields_M`: tables, lines, new and old rows."""
-    columns, num = min(TILE_WORDS, max(16, triton.next_power_of_2(max_words))), fields_M.shape[1]
+    """Issue moves, as of kernels/cache_index.py."""
+    columns, num = min(TILE_WORDS, max(16, triton.next_power_of_2(max_words))), len(moves)
     swap_rows[(min(PROGRAMS, triton.cdiv(num, TILE_ROWS)),)](
         structs,
         row_numbers,
-        *fields_M,
+        moves,
         num,
         WORD=tl.int32 if word_bytes == 4 else tl.int16,
         PARTS=num_parts,

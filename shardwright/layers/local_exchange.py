@@ -127,7 +127,7 @@ class LocalExchange:
 def table_state(bags: "EmbeddingTables", table: str, step: int) -> TableState:
     """A table of this process as the kernels update it; `step`: the number of its step, from 1."""
     module = bags.holder(table)
-    state, is_trained = tuple(module.buffers()), module.weight.requires_grad
+    state, is_trained = module.states, module.weight.requires_grad
     return TableState(module.weight, state, step, module.rounding_key, is_trained, module.changed_rows)
 
 

@@ -72,6 +72,11 @@ class TableWeights(nn.Module):
         for name in [name for name, _ in self.named_buffers()]:
             delattr(self, name)
 
+    @property
+    def states(self) -> list[Tensor]:
+        """The optimizer state; `buffers()` walks over submodules, several times a step for each table."""
+        return [state for state in self._buffers.values() if state is not None]
+
     def keep_on_cpu(self) -> None:
         """Keep the weight and the optimizer state in host memory when the model moves to a GPU."""
         if self.weight.is_meta:
@@ -96,8 +101,7 @@ class TableWeights(nn.Module):
 
     def check_dtype(self) -> None:
         """Raise an error if the model was cast: `model.half()` also casts tables and their optimizer state."""
-        states = self._buffers.values()  # `buffers()` walks over submodules, several times a step for each table
-        current = (self.weight.dtype, *(state.dtype for state in states if state is not None))
+        current = (self.weight.dtype, *(state.dtype for state in self.states))
         expected = (getattr(torch, self.table.dtype), *[torch_state_dtype(self.table)] * (len(current) - 1))
         if current != expected:
             dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in current)

@@ -26,10 +26,10 @@ void* shardwright_cache_new(int64_t, int64_t);
 void shardwright_cache_free(void*);
 int64_t shardwright_cache_announce(void*, const int64_t*, int64_t);
 int64_t shardwright_cache_place(const IndexBatch*, int64_t, const int64_t*, const float*, int64_t*, int64_t*, int64_t*,
-                                int64_t*, int64_t*);
+                                int64_t*, int64_t*, int64_t*);
 void shardwright_cache_release(const IndexBatch*, int64_t, const int64_t*, const int64_t*);
 void shardwright_cache_find(const void*, const int64_t*, int64_t, int64_t*);
-int64_t shardwright_cache_written(void*, int64_t*, int64_t*, int64_t);
+int64_t shardwright_cache_list(void*, int64_t*, int64_t*, int64_t, int64_t);
 int64_t shardwright_cache_away(const void*);
 void* shardwright_row_log_new(const char*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t);
 void shardwright_row_log_free(void*);
@@ -79,10 +79,10 @@ void train(int64_t in_flight, int64_t num_steps) {
     const std::vector<int64_t> rows = distinct_rows(kRows, 1 + pick(kBatch));
     const int64_t n = rows.size(), room = n + shardwright_cache_away(index);
     if (step % 3 == 0) shardwright_cache_announce(index, rows.data(), n);
-    std::vector<int64_t> lines(n), missing(n), written_lines(room), written_rows(room), counts(4), never(room);
+    std::vector<int64_t> lines(n), missing(n), written_lines(room), written_rows(room), counts(5), old_rows(n), never(room);
     const IndexBatch batch{index, n, 0, 0};
-    check(shardwright_cache_place(&batch, 1, rows.data(), nullptr, lines.data(), missing.data(), written_lines.data(),
-                                  written_rows.data(), counts.data()) < 0,
+    check(shardwright_cache_place(&batch, 1, rows.data(), nullptr, lines.data(), missing.data(), old_rows.data(),
+                                  written_lines.data(), written_rows.data(), counts.data()) < 0,
           "a batch has no place");
     check(shardwright_row_log_write(log, written_rows.data(), written_lines.data(), counts[1], parts, 2), "write");
     std::vector<int64_t> new_rows(counts[0]), new_lines(counts[0]);
@@ -100,9 +100,9 @@ void train(int64_t in_flight, int64_t num_steps) {
     shardwright_cache_release(&batch, 1, lines.data(), &written);
     check(shardwright_row_log_compact(log, 0.5, 4), "compact");
     if (step % 50 != 49) continue;
-    const int64_t num = shardwright_cache_written(index, nullptr, nullptr, 0);
+    const int64_t num = shardwright_cache_list(index, nullptr, nullptr, 1, 0);
     std::vector<int64_t> all_lines(num), all_rows(num);
-    shardwright_cache_written(index, all_lines.data(), all_rows.data(), 1);
+    shardwright_cache_list(index, all_lines.data(), all_rows.data(), 1, 1);
     check(shardwright_row_log_write(log, all_rows.data(), all_lines.data(), num, parts, 2), "write all");
     const int64_t snapshot = shardwright_row_log_snapshot(log);
     const std::vector<int64_t> wanted = table;

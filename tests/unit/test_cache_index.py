@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import UserError
-from shardwright.kernels.cache_index import LFU, LRU, CacheIndex
+from shardwright.kernels.arguments import IdOutOfRange, Ids
+from shardwright.kernels.cache_index import LFU, LRU, CacheIndex, place_ids, place_many, release_many
+from shardwright.kernels.dedup import unique_rows
 from shardwright.spec.row_cache import WAYS
 
 
@@ -235,3 +237,71 @@ def test_scores_of_the_caller_come_before_uses():
         index.release(index.place(rows, scores).lines_U, written=False)
     placed = index.place(torch.tensor([99]), torch.ones(1))
     assert int(index.find(torch.tensor([7]))) == -1 and placed.missing_U.tolist() == [0]
+
+
+def test_ids_are_placed_as_their_distinct_rows_and_moves_pair_old_and_new_rows():
+    """Over many batches of two tables, with conflicts; a twin places the same distinct rows."""
+    torch.manual_seed(0)
+    indices, twins = ([CacheIndex(96, 100, name) for name in ("first", "second")] for _ in range(2))
+    on_lines: list[dict[int, int]] = [{}, {}]  # by table, the row on each line
+    in_flight = []
+    for step in range(200):
+        values, table_rows = torch.randint(0, 150, (68,)), [150, 150]
+        ids = Ids(values, torch.tensor([0, 24, 44, 68]), None, [0, 1, 0], [0] * 3)
+        rows_U, counts, inverse_N = unique_rows(ids, table_rows)
+        expected = place_many(twins, rows_U, counts)
+        placed = place_ids(indices, ids, table_rows)
+        assert torch.equal(placed.rows_U, rows_U) and list(placed.counts) == counts
+        assert torch.equal(placed.lines_U, torch.cat([each.lines_U for each in expected]))
+        assert torch.equal(placed.lines_N.long(), placed.lines_U[inverse_N])
+        moves = placed.moves.tolist()
+        written = sorted((table, line, old) for table, line, _, old in moves if old >= 0)
+        assert written == sorted(
+            (table, line, row)
+            for table, each in enumerate(expected)
+            for line, row in zip(each.written_lines.tolist(), each.written_rows.tolist(), strict=True)
+        )
+        for number, (table, line, new, old) in enumerate(moves):
+            assert old < 0 or on_lines[table][line] == old
+            assert (new < 0) == (number < placed.num_first)
+            if new >= 0:
+                on_lines[table][line] = new
+        rest = [(table, new) for table, _, new, old in moves[placed.num_first :]]
+        assert not {(table, old) for table, _, _, old in moves[placed.num_first :] if old >= 0} & {*rest}
+        for table, rows, lines in zip((0, 1), rows_U.split(counts), placed.lines_U.split(counts), strict=True):
+            assert [on_lines[table][line] for line in lines.tolist()] == rows.tolist()
+        in_flight.append((placed.lines_U, counts, expected))
+        if len(in_flight) == 2:
+            lines_U, counts, expected = in_flight.pop(0)
+            release_many(indices, lines_U, counts, [True, step % 2 == 0])
+            release_many(twins, torch.cat([each.lines_U for each in expected]), counts, [True, step % 2 == 0])
+    assert [index.counts for index in indices] == [twin.counts for twin in twins]
+    assert sum(index.counts.conflicts for index in indices) > 0
+
+
+def test_place_ids_raises_for_ids_outside_and_too_few_lines():
+    ids = Ids(torch.tensor([1, 2, 150]), torch.tensor([0, 2, 3]), None, [0, 1], [0, 0])
+    indices = [CacheIndex(32, 100, name) for name in ("first", "second")]
+    with pytest.raises(IdOutOfRange) as error:
+        place_ids(indices, ids, [150, 150])
+    assert (error.value.feature, error.value.id) == (1, 150)
+    ids = Ids(torch.arange(40), torch.tensor([0, 0, 40]), None, [0, 1], [0, 0])
+    with pytest.raises(UserError, match='table "second": the rows of the batches in flight do not fit in the 32 lines'):
+        place_ids(indices, ids, [150, 150])
+
+
+def test_several_indices_are_placed_on_several_threads_as_on_one():
+    torch.manual_seed(0)
+    rows = [torch.randperm(40_000)[:5_000] for _ in range(4)]
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        indices = [CacheIndex(8192, 100) for _ in rows]
+        lines = []
+        for _ in range(3):
+            placed = place_many(indices, torch.cat(rows), [5_000] * 4)
+            lines += [each.lines_U for each in placed]
+            release_many(indices, torch.cat([each.lines_U for each in placed]), [5_000] * 4, [True] * 4)
+        results.append((torch.cat(lines), [index.counts for index in indices]))
+    torch.set_num_threads(before)
+    assert torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]

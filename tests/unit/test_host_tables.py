@@ -14,7 +14,7 @@ from test_tables_on_disk import OPTIMIZERS, ROWS, batch_of, dlrm
 
 from shardwright.comm.mesh import Mesh
 from shardwright.errors import UserError
-from shardwright.kernels.row_swaps import Moves, RowSwaps, SwappedTable
+from shardwright.kernels.row_swaps import RowSwaps, SwappedTable
 from shardwright.runtime import build as building
 from shardwright.runtime.build import build
 from shardwright.runtime.planning import keep_in_host_memory, plan_for
@@ -159,7 +159,9 @@ def test_errors_name_the_table(monkeypatch):
     outside = batch_of(1)
     outside.features.values[-1] = ROWS["item"]
     with pytest.raises(UserError, match='table "item", feature "shown": id 200 is outside'):
-        run(job_of(ADAGRAD, host=True, names=("item",)), [outside])
+        job = job_of(ADAGRAD, host=True, names=("item",))
+        run(job, [outside])
+    run(job, [batch_of(1)])
     monkeypatch.setattr(building, "CACHING_DEVICES", ())
     with pytest.raises(UserError, match='table "site" is planned with rows in GPU memory, and this process has no GPU'):
         job_of(ADAGRAD, host=True)
@@ -181,14 +183,13 @@ def test_the_kernel_moves_the_same_rows_as_torch(dtype, dim):
             found.append(SwappedTable(parts_E, parts_L, torch.full((lines,), -1, device=DEVICE)))
         return found
 
-    moves = Moves(
-        torch.tensor([0] * 20 + [1] * 31),
-        torch.cat([torch.randperm(32)[:20], torch.randperm(64)[:31]]),
-        torch.cat([torch.randperm(20), torch.randperm(45)[:31]]),
-        torch.cat([20 + torch.randperm(20), 45 + torch.randperm(45)[:31]]),
-    )
-    moves.new_rows_M[::5] = -1
-    moves.old_rows_M[::3] = -1
+    numbers = torch.tensor([0] * 20 + [1] * 31)
+    lines = torch.cat([torch.randperm(32)[:20], torch.randperm(64)[:31]])
+    new_rows = torch.cat([torch.randperm(20), torch.randperm(45)[:31]])
+    old_rows = torch.cat([20 + torch.randperm(20), 45 + torch.randperm(45)[:31]])
+    new_rows[::5] = -1
+    old_rows[::3] = -1
+    moves = torch.stack([numbers, lines, new_rows, old_rows], 1)
     pairs = tables(), tables()
     RowSwaps(pairs[0]).launch(kernels, moves)
     RowSwaps(pairs[1]).run_in_torch(moves)
