@@ -7,7 +7,7 @@ rank**-1.05, a new batch each step, of 8,192 or 32,768 samples. One process trai
 "GPU": all tables in GPU memory; twice, as the A/A floor. "cache, N %": tables in host memory, N % of the rows on lines
 in GPU memory; the caches are warm before the first turn. "unified": tables in unified memory (cuMemAllocManaged) that
 stays in host memory and that the GPU's kernels access, as FBGEMM places tables that it manages; same kernels, no cache.
-Unified memory that migrates to the GPU is not measured: it matters if it does not fit, which can hang the GPU.
+Unified memory that migrates to the GPU is not measured: with more of it than the GPU has, the GPU can hang.
 
 A JSON line per side: milliseconds of a step (median, least, most over rounds), `of_gpu` and `over_unified`: speed over
 that of these sides in the same round; hits of distinct rows, and megabytes copied between host and GPU in a step. All
@@ -54,6 +54,7 @@ class Case:
     shares: tuple[float, ...]  # of rows on lines
 
     def make_batch(self, size: int, number: int) -> Batch:
+        number += size << 20  # other ids for each size
         generator = torch.Generator().manual_seed(number)
         ids = np.concatenate([ids_of(table, self.rows, size, number) for table in range(self.tables)])
         names = tuple(f"f{i}" for i in range(self.tables))
@@ -145,18 +146,17 @@ def measure(case: Case, num_rounds: int) -> Iterator[Line]:
 
 
 def _measure_batches(case: Case, size: int, sides: dict[str, Side], num_rounds: int) -> Iterator[Line]:
-    batches = [case.make_batch(size, number) for number in range(max(WARM_STEPS, STEPS * (num_rounds + 1)))]
+    batches = [case.make_batch(size, number) for number in range(WARM_STEPS + STEPS * num_rounds)]
     for side in sides.values():
         side.run(batches[:WARM_STEPS])
-        side.run(batches[:STEPS])
         side.milliseconds.clear()
         side.losses.clear()
     before = {name: side.counts() for name, side in sides.items() if name.startswith("cache")}
     names = [*sides]
-    for number in range(1, num_rounds + 1):
-        turn = number % len(names)
+    for number in range(num_rounds):
+        turn, first = number % len(names), WARM_STEPS + number * STEPS
         for name in names[turn:] + names[:turn]:
-            sides[name].run(batches[number * STEPS : (number + 1) * STEPS])
+            sides[name].run(batches[first : first + STEPS])
     steps = num_rounds * STEPS
     yield from ({"batch": size} | _line(case, name, sides, before.get(name), steps) for name in sides)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardwright.measure.describe import describe
     from shardwright.runtime.build import build
     from shardwright.runtime.job import Job
-    from shardwright.runtime.planning import keep_on_disk, plan_for
+    from shardwright.runtime.planning import keep_in_host_memory, keep_on_disk, plan_for
     from shardwright.serving.export import export
     from shardwright.serving.predictor import Predictor
     from shardwright.spec.optimizer import LAMB, SGD, AdaGrad, Adam, PartialRowWiseAdam, RowWiseAdaGrad

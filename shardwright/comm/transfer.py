@@ -1,7 +1,8 @@
 """Copies to and from the GPU, overlapped with computation.
 
-Batches: the loader reads a batch into pinned memory; its copy is issued on a separate stream, one batch ahead of the
-one in computation; `wait()` makes the consumer's stream wait for the copy and does not block the thread.
+`CopyStream` is a stream for copies of table rows. Batches: the loader reads a batch into pinned memory; its copy is
+issued on a separate stream, one batch ahead of the one in computation; `wait()` makes the consumer's stream wait for
+the copy and does not block the thread.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,7 +37,8 @@ class CopyStream:
             yield
 
     def wait(self, event: torch.Event | None, tensors: Iterable[torch.Tensor] = ()) -> None:
-        """Make the current stream wait for an event of this one; `tensors`: made on this stream, and read on that."""
+        """Make the current stream wait for an event of this one; `tensors`: allocated on this
+        stream, and read on the current one."""
         if event is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(event)

@@ -50,9 +50,10 @@ class BatchOnLines:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A batch that no longer uses its lines; by table, whether it has changed them; an event after that."""
+    """A batch that no longer uses its lines; by table, whether it has changed them; an event after that. The batch may
+    not be placed yet: copies for it may still be running when a run ends early."""
 
-    placed: PlacedLookups
+    batch: BatchOnLines
     changes: Sequence[bool]
     event: torch.Event | None
 
@@ -64,6 +65,11 @@ class HostTables:
         self._bags, self._local = bags, LocalExchange(bags)
         self._device, self._buffers = device, BufferPool()
         self._cached = sorted(lines)
+        for index, table in enumerate(bags.tables):
+            module = bags.holder(table.name)
+            if index not in lines and module.weight.is_meta:
+                module.to_empty(device=device)
+                module.reset()
         self._tables = [bags.tables[index] for index in self._cached]
         self._indices = [CacheIndex(lines[index], HALF_LIFE_BATCHES, bags.tables[index].name) for index in self._cached]
         self._swapped = [self._swapped_table(bags.tables[index].name, lines[index]) for index in self._cached]
@@ -73,8 +79,13 @@ class HostTables:
         self._copier = ThreadPoolExecutor(1, "rows", use_threads, (PLACING_THREADS,))
         self._released: list[Released] = []  # batches whose lines the next one may use
         self._failure: Exception | None = None
-        bags.register_state_dict_pre_hook(_write_back)
-        bags.register_load_state_dict_post_hook(_reload)
+        self._begun = self._stream.event()  # lines and tables are ready after this
+        for each in (bags, *(child for child in bags.children() if isinstance(child, EmbeddingTables))):
+            if each is not bags and isinstance(each.exchange, LocalExchange):  # a member of an EmbeddingBagsDict
+                each.exchange.owner = self
+            each.register_state_dict_pre_hook(_write_back)
+            each.register_load_state_dict_pre_hook(_write_back)
+            each.register_load_state_dict_post_hook(_reload)
 
     @torch.no_grad()
     def _swapped_table(self, table: str, num_lines: int) -> SwappedTable:
@@ -133,7 +144,7 @@ class HostTables:
             batch.placed = placed = place_ids(self._indices, ids, [table.rows for table in self._tables])
         except IdOutOfRange as error:
             raise IdOutOfRange(chosen[error.feature], error.id) from None
-        with self._stream.after(released[-1].event if released else None):
+        with self._stream.after(released[-1].event if released else self._begun):
             values = placed.lines_N
             if own is not None:
                 values = batch.ids.values.index_put((own,), values.to(batch.ids.values.dtype))
@@ -160,10 +171,13 @@ class HostTables:
             self.prefetch(batch).wait()
         assert batch.on_lines is not None
         weights = [self._weight(table.name) for table in self._bags.tables]
-        with self._bags.naming_errors():
-            pooled, *sequences = embedding.lookup_into(self._buffers, weights, self._bags.kernel_ids(batch.on_lines))
-        if not is_placed and not training:
-            self.release(batch, written=False)
+        try:
+            with self._bags.naming_errors():
+                ids = self._bags.kernel_ids(batch.on_lines)
+                pooled, *sequences = embedding.lookup_into(self._buffers, weights, ids)
+        finally:
+            if not is_placed and not training:
+                self.release(batch, written=False)
         return self._bags.vectors(pooled, sequences)
 
     def _weight(self, table: str) -> Tensor:
@@ -196,28 +210,30 @@ class HostTables:
         assert ids.on_lines is not None
         tables = [self._table_state(table.name, steps[table.name]) for table in self._bags.tables]
         used = update_used(self._bags, ids.on_lines, gradients, optimizer, tables)
-        self.release(ids, written=True)
+        used_tables = {feature.table for feature in self._bags.features if feature.name in used}
+        self._end(ids, used_tables)
         return used
 
     def release(self, ids: BatchOnLines, *, written: bool) -> None:
         """End a batch's use of its lines, before the next batch is placed; `written`: an update has changed them."""
+        self._end(ids, {table.name for table in self._tables} if written else set())
+
+    def _end(self, ids: BatchOnLines, changed_tables: Collection[str]) -> None:
         event = self._stream.event()
         modules = [self._bags.holder(table.name) for table in self._tables]
-        changes = [written and module.is_trained for module in modules]
+        changes = [module.is_trained and module.table.name in changed_tables for module in modules]
         for batch in ids.micro_batches or (ids,):
-            if (placed := batch.placed) is None:
-                continue
-            for module, rows_U, is_changed in zip(
-                modules, placed.rows_U.split(list(placed.counts)), changes, strict=True
-            ):
+            parts = () if batch.placed is None else batch.placed.rows_U.split(list(batch.placed.counts))
+            for module, rows_U, is_changed in zip(modules, parts, changes, strict=bool(parts)):
                 if is_changed and module.changed_rows is not None:
                     module.changed_rows[rows_U] = True
-            self._released.append(Released(placed, changes, event))
-            batch.on_lines = batch.placed = None
+            self._released.append(Released(batch, changes, event))
 
     def _release(self, released: Sequence[Released]) -> None:
         for each in released:
-            release_many(self._indices, each.placed.lines_U, each.placed.counts, each.changes)
+            if (placed := each.batch.placed) is not None:
+                release_many(self._indices, placed.lines_U, placed.counts, each.changes)
+            each.batch.on_lines = each.batch.placed = None
 
     def concat_micro_batches(
         self, micro_batches: Sequence[tuple[BatchOnLines, Vectors]], decay: float
@@ -229,11 +245,16 @@ class HostTables:
 
     def write_back(self) -> None:
         """Copy all lines that were written to host memory."""
-        if self._released or any(index.may_be_written for index in self._indices):
-            self._run_alone(self._write_back)
+        self._run_alone(self._write_back)
 
     def reload(self) -> None:
-        """Copy all rows that are on lines from host memory."""
+        """Copy all rows that are on lines from host memory; tensors that were replaced are copied to those before."""
+        for table, swapped in zip(self._tables, self._swapped, strict=True):
+            module = self._bags.holder(table.name)
+            for tensor, part_E in zip((module.weight, *module.states), swapped.parts_E, strict=True):
+                if tensor.data_ptr() != part_E.data_ptr():
+                    part_E.copy_(tensor.data)
+                    tensor.data = part_E
         self._run_alone(self._reload)
 
     def _write_back(self) -> None:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UserError
-from shardwright.kernels.arguments import Ids, KernelArguments, sized_structs, validate_ids
+from shardwright.kernels.arguments import MAX_TABLE_ROWS, Ids, KernelArguments, sized_structs, validate_ids
 from shardwright.library import native_library
 from shardwright.spec.row_cache import WAYS
 
 WINDOW = 31  # batches that may be announced ahead of the one that is placed next
 LFU = -1  # as half_life: uses are never forgotten
 LRU = 0
+MAX_LINES = 2**31 - 1
 NUMBERS = 5  # that a call of `place` counts for each index
 # Of rows to copy: a line of a table, the row that it gets, and the one that it had, which was written; -1: none.
 MOVE_FIELDS = ("table", "line", "new row", "old row")
@@ -75,9 +76,10 @@ class CacheIndex:
         native = native_library()
         if native is None:
             raise UserError("a cache needs the compiled kernels, which this installation does not have")
-        if num_lines < WAYS or half_life < LFU:
+        if not WAYS <= num_lines <= MAX_LINES or half_life < LFU:
             raise UserError(
-                f"a cache of {num_lines} lines and half_life {half_life}; wanted {WAYS} lines or more, -1, 0 or more"
+                f"a cache of {num_lines} lines and half_life {half_life}; wanted {WAYS} to {MAX_LINES} lines, -1, 0 or "
+                "more"
             )
         self.num_lines, self.table = num_lines // WAYS * WAYS, table
         self.counts = CacheCounts()
@@ -179,6 +181,11 @@ def place_many(
 def place_ids(indices: Sequence[CacheIndex], ids: Ids, table_rows: Sequence[int]) -> PlacedLookups:
     """Find or make lines for the rows of a batch's ids, and pin them; there is an index for each table."""
     ids = validate_ids(replace(ids, weights=None), len(indices))
+    if ids.values.device.type != "cpu" or max(table_rows) > MAX_TABLE_ROWS:
+        raise UserError(
+            f"ids on {ids.values.device} of tables of {list(table_rows)} rows; wanted ids on the CPU, and at most "
+            f"{MAX_TABLE_ROWS} rows"
+        )
     num, num_ids, native = len(indices), len(ids.values), indices[0].native
     call, tables = KernelArguments(ids, [torch.empty(0)], [0] * num), sized_structs(table_rows)
     handles = torch.tensor([index.handle for index in indices])

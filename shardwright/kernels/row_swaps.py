@@ -55,7 +55,9 @@ class RowSwaps:
                 lock_pages(rows_E)
 
     def run(self, moves: Tensor) -> None:
-        """Issue moves, as of kernels/cache_index.py, on the current stream. No row may be both new and old."""
+        """Issue these moves (`MOVE_FIELDS` of kernels/cache_index.py) on the current stream.
+
+        No row may be both new and old."""
         if not len(moves):
             return
         triton = triton_module("row_swaps_triton", self._numbers)
@@ -81,7 +83,7 @@ class RowSwaps:
 
 
 def lock_pages(x: Tensor) -> None:
-    """Lock a tensor's memory, so that a GPU can read and write it, until the tensor's storage ends."""
+    """Lock a tensor's memory, so that a GPU can read and write it, until this tensor object ends."""
     cudart: Any = torch.cuda.cudart()
     storage = x.untyped_storage()
     if not storage.nbytes() or x.is_pinned():

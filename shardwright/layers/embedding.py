@@ -94,6 +94,7 @@ class EmbeddingTables(nn.Module):
         for name, state in module.named_buffers():
             fresh = torch.full(state.shape, module.initial_state, device=weight.device, dtype=state.dtype)
             setattr(module, name, fresh)
+        self.exchange.reload()
 
     def state(self, table: str) -> dict[str, Tensor]:
         """Optimizer state tensors of a table by name; empty if its optimizer has none."""

@@ -1,7 +1,8 @@
 """The interface through which a step and EmbeddingBags use tables, in one process or sharded over ranks.
 
 Implementations: LocalExchange (layers/local_exchange.py), where this process has all tables; ShardedTables
-(embeddings/exchange.py); BatchAnnouncer (embeddings/announcement.py), for models without tables. The runtime calls one
+(embeddings/exchange.py); HostTables (embeddings/host_tables.py), with a cache in GPU memory; BatchAnnouncer
+(embeddings/announcement.py), for models without tables. The runtime calls one
 method per stage of a step, in the order in which they are listed here. Each returns a value that only the exchange
 itself understands, for its next method. Every rank calls the methods that communicate in the same order, from one
 thread.
@@ -90,7 +91,7 @@ class Exchange(Announcer, Protocol):
         ...
 
     def prefetch(self, ids: Any, /) -> Pending[Any]:
-        """Copy rows to memory that are on disk, for the lookup and the update; the lookup's argument.
+        """Copy rows that are on disk to memory, or from host memory to GPU memory; the lookup's argument.
 
         Called by stage "prefetch", in plans that have it, up to one step before the batch's forward pass.
         """

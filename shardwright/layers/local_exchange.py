@@ -21,6 +21,7 @@ from shardwright.kernels.arguments import TableState, concat_with_decay
 from shardwright.kernels.cache_index import CacheCounts
 from shardwright.kernels.compile_exempt import disable_compile
 from shardwright.kernels.dedup import restrict_ids
+from shardwright.layers.exchange import Exchange
 from shardwright.spec.optimizer import SparseOptimizer
 
 if TYPE_CHECKING:
@@ -45,13 +46,16 @@ class LocalExchange:
 
     def __init__(self, bags: "EmbeddingTables", member: str = "") -> None:
         self._bags, self.member = bags, member
+        self.owner: Exchange | None = None  # of the dict's tables, if it trains them elsewhere
         self.num_updates = 0  # by backward passes of a user training loop
 
     def write_back(self) -> None:
-        pass
+        if self.owner is not None:
+            self.owner.write_back()
 
     def reload(self) -> None:
-        pass
+        if self.owner is not None:
+            self.owner.reload()
 
     def cache_counts(self) -> dict[str, CacheCounts]:
         return {}

@@ -166,6 +166,8 @@ def _check_stages(model: nn.Module, plan: Plan) -> None:
 
 def place_tables(sparse: EmbeddingTables, plan: Plan, mesh: Mesh, options: _Options) -> None:
     """Shard the tables, or keep them in host memory, as planned."""
+    if isinstance(sparse.exchange, HostTables):
+        raise UserError("an earlier build keeps rows of these tables in GPU memory: create the model again")
     if is_single_process(plan):
         _cache_on_gpu(sparse, plan, mesh.device)
     else:
@@ -180,8 +182,8 @@ def _cache_on_gpu(sparse: EmbeddingTables, plan: Plan, device: torch.device) -> 
         return
     if device.type not in CACHING_DEVICES:
         raise UserError(
-            f'table "{sparse.tables[min(lines)].name}" is planned with rows in GPU memory, and this process has no '
-            "GPU: plan this model again"
+            f'table "{sparse.tables[min(lines)].name}" is planned with rows in GPU memory, and this job is on the '
+            f'{device.type.upper()}: pass build(..., Mesh(device="cuda"))'
         )
     sparse.exchange = HostTables(sparse, lines, device)
 

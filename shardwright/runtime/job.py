@@ -169,12 +169,15 @@ class Job:
         step.read_from(loader)
         schedule = rank_schedule(plan, self.mesh.rank, parts, overlap=False)
         steps = run_calls(step.stages, step.bindings, overlap=False, micro_batches=parts, schedule=schedule)
-        while True:
-            with _eval_mode(self.model):
-                if next(steps, None) is None:
-                    return
-            yield from step.outputs
-            step.outputs.clear()
+        try:
+            while True:
+                with _eval_mode(self.model):
+                    if next(steps, None) is None:
+                        return
+                yield from step.outputs
+                step.outputs.clear()
+        finally:
+            step.clear()
 
     def scale_rates(self, factor: float) -> None:
         """Set every learning rate, including the tables', to `factor` times the rate that the job was built with."""

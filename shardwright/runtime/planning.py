@@ -129,9 +129,10 @@ def keep_on_disk(plan: Plan, rows_in_memory: Mapping[str, int]) -> Plan:
 
 
 def keep_in_host_memory(plan: Plan, rows_in_gpu_memory: Mapping[str, int]) -> Plan:
-    """The plan with these tables in host memory, for one process with a GPU; so many rows are in its memory at a time.
+    """The plan with these tables in host memory; so many rows of each are in GPU memory at a time.
 
-    They must hold the rows of the batches in flight: of this and the next step.
+    For one process: `build(model, plan, Mesh(device="cuda"))`. The rows in GPU memory must hold those of the batches in
+    flight: of this and the next step.
     """
     plan = _cached(plan, rows_in_gpu_memory, GPU, HOST)
     return replace(plan, stages=with_prefetch(plan.stages, from_host=True))
@@ -144,7 +145,7 @@ def _cached(plan: Plan, lines: Mapping[str, int], fast: str, slow: str) -> Plan:
         if name not in names:
             raise UserError(f'no table "{name}" in the plan{did_you_mean(name, names)}')
         if rows < WAYS:
-            raise UserError(f'{rows} rows of table "{name}" in memory; wanted {WAYS} or more')
+            raise UserError(f'{rows} rows of table "{name}" in faster memory; wanted {WAYS} or more')
     tables = tuple(
         replace(table, placement=replace(table.placement, tiers=(Share(fast, lines[table.table]), Share(slow))))
         if table.table in lines

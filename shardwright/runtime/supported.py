@@ -52,8 +52,9 @@ def check_supported(plan: Plan, tables: Sequence[Table]) -> None:
     unsupported += [name for table in plan.tables for name in _check_table(plan, table, specs[table.table])]
     if unsupported:
         raise UserError(
-            f"the plan's {unsupported[0]}: this version keeps tables in memory, or with rows on disk, in the model's "
-            f"precision or a 16-bit one that the plan's allow permits; plan this model again"
+            f"the plan's {unsupported[0]}: this version keeps tables in memory, with rows on disk, or in one process "
+            "in host memory with rows in GPU memory, in the model's precision or a 16-bit one that the plan's allow "
+            "permits; plan this model again"
         )
 
 

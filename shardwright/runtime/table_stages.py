@@ -1,4 +1,4 @@
-"""The functions of stages that only some plans with tables have: of rows on disk, and of a host reduce.
+"""The functions of stages that only some plans with tables have: of rows in slower memory, and of a host reduce.
 
 The first argument of each is the rank's `StepBindings`.
 """
@@ -38,12 +38,12 @@ class PrefetchedRows:
 
 
 def disk_functions() -> Mapping[str, TableFunction]:
-    """Of plans with rows on disk."""
+    """Of plans with rows in slower memory: on disk, or in host memory."""
     return {"prefetch": _prefetch, "lookup": _lookup, "update": _update}
 
 
 def host_batch_functions() -> Mapping[str, TableFunction]:
-    """Of plans whose ids are not copied to the GPU."""
+    """Of plans whose stage "request" reads the ids from host memory."""
     return {"request": _request_from_host}
 
 

@@ -15,11 +15,15 @@ from test_tables_on_disk import OPTIMIZERS, ROWS, batch_of, dlrm
 from shardwright.comm.mesh import Mesh
 from shardwright.errors import UserError
 from shardwright.kernels.row_swaps import RowSwaps, SwappedTable
+from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.embedding_dict import EmbeddingBagsDict
+from shardwright.layers.loss import BinaryLoss
 from shardwright.runtime import build as building
 from shardwright.runtime.build import build
 from shardwright.runtime.planning import keep_in_host_memory, plan_for
 from shardwright.spec.calls import without_leads
 from shardwright.spec.optimizer import RowWiseAdaGrad
+from shardwright.spec.workload import Feature, Table
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # the interpreter's
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -163,7 +167,7 @@ def test_errors_name_the_table(monkeypatch):
         run(job, [outside])
     run(job, [batch_of(1)])
     monkeypatch.setattr(building, "CACHING_DEVICES", ())
-    with pytest.raises(UserError, match='table "site" is planned with rows in GPU memory, and this process has no GPU'):
+    with pytest.raises(UserError, match='table "site" is planned with rows in GPU memory, and this job is on the'):
         job_of(ADAGRAD, host=True)
     with pytest.raises(UserError, match='no table "sites" in the plan'):
         keep_in_host_memory(plan_for(dlrm(ADAGRAD), batch_of(0)), {"sites": 100})
@@ -200,3 +204,79 @@ def test_the_kernel_moves_the_same_rows_as_torch(dtype, dim):
         for name in ("parts_E", "parts_L"):
             parts = zip(getattr(launched, name), getattr(expected, name), strict=True)
             assert all(torch.equal(a, b) for a, b in parts)
+
+
+def test_loading_a_state_dict_keeps_what_it_does_not_have():
+    """Rows and optimizer states that are on lines; also if it replaces the tensors."""
+    batches = [batch_of(seed) for seed in range(12)]
+    for assign in (False, True):
+        plain, host = (job_of(ADAGRAD, host=is_host) for is_host in (False, True))
+        saved = {name: x.clone() for name, x in plain.model.state_dict().items() if "site" in name}
+        for job in (plain, host):
+            for number, _ in enumerate(job.run(batches)):
+                if number == 5:
+                    job.model.load_state_dict(saved, strict=False, assign=assign and job is host)
+        assert states_equal_on_cpu(plain, host)
+
+
+def test_runs_that_end_early_leave_no_lines_in_use():
+    plain, host = (job_of(ADAGRAD, host=is_host, lines=96) for is_host in (False, True))
+    for job in (plain, host):
+        for seed in range(40):
+            for _ in job.run([batch_of(seed), batch_of(seed + 1), batch_of(seed + 2)]):
+                break
+    assert states_equal_on_cpu(plain, host)
+
+
+def test_members_of_a_dict_have_the_trained_rows():
+    def dict_job(*, host: bool):
+        torch.manual_seed(0)
+        members = {
+            name: EmbeddingBags([Table(name, 300, 8)], [Feature("bag", name, ids="site")], ADAGRAD)
+            for name in ("first", "second")
+        }
+        bags = EmbeddingBagsDict(members)
+        model = TwoMembers(bags)
+        plan = plan_for(model, batch_of(0))
+        if host:
+            plan = keep_in_host_memory(plan, {table.table: LINES for table in plan.tables})
+        return build(model, plan, Mesh(device=DEVICE), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+
+    jobs = [dict_job(host=is_host) for is_host in (False, True)]
+    for job in jobs:
+        run(job, [batch_of(seed) for seed in range(6)])
+    weights = [job.model.sparse["first"].weight("first").detach().cpu() for job in jobs]
+    assert torch.equal(*weights)
+    doubled = 2 * weights[0]
+    for job in jobs:
+        job.model.sparse["first"].load_state_dict({"embedding_bags.first.weight": doubled})
+        run(job, [batch_of(seed) for seed in range(6)])
+    assert states_equal_on_cpu(*jobs)
+
+
+class TwoMembers(torch.nn.Module):
+    def __init__(self, sparse: EmbeddingBagsDict) -> None:
+        super().__init__()
+        self.sparse, self.dense, self.loss = sparse, TwoMembersTop(), BinaryLoss("click")
+
+    def forward(self, batch):
+        return self.dense(batch, self.sparse(batch))
+
+
+class TwoMembersTop(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.top = torch.nn.Linear(16, 1)
+
+    def forward(self, batch, vectors):
+        return self.top(torch.cat([vectors[name].pooled_BD for name in ("first", "second")], 1)).squeeze(1)
+
+
+def test_a_model_on_the_meta_device_with_some_tables_in_host_memory():
+    with torch.device("meta"):
+        model = dlrm(ADAGRAD)
+    plan = keep_in_host_memory(plan_for(model, batch_of(0)), {"item": LINES})
+    job = build(model, plan, Mesh(device=DEVICE), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    run(job, [batch_of(seed) for seed in range(3)])
+    with pytest.raises(UserError, match="an earlier build keeps rows of these tables in GPU memory"):
+        build(model, plan, Mesh(device=DEVICE), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))

@@ -1,7 +1,7 @@
 """The stages of a training step in issue order, with lanes and slots; for one rank or many, with or without tables.
 
 Numbers are leads, with several ranks: `i+2` runs two batches ahead of batch i, whose forward and backward run in this
-step. One rank has no communication to overlap, so its leads are 0, except copies to a GPU.
+step. One rank has no communication to overlap, so its leads are 0, except copies to a GPU and prefetch.
 
 lane read   read i+3
 lane host   copy to the device i+2; prefetch i+1, where a table has rows in a slower memory tier
@@ -172,7 +172,7 @@ def evaluation_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 
 def with_prefetch(stages: Sequence[Stage], *, from_host: bool = False) -> tuple[Stage, ...]:
-    """The stages with "prefetch", one batch ahead; `from_host`: of ids that are not copied to the GPU."""
+    """The stages with "prefetch", one batch ahead; `from_host`: "request" reads the ids from host memory."""
     if has_prefetch(stages):
         return tuple(stages)
     found: list[Stage] = []
@@ -193,7 +193,7 @@ def has_prefetch(stages: Sequence[Stage]) -> bool:
 
 
 def requests_from_host(stages: Sequence[Stage]) -> bool:
-    """Whether ids stay in host memory."""
+    """Whether stage "request" reads the ids from host memory."""
     return any(stage.name == "request" and "host_batch" in stage.reads for stage in stages)
 
 
