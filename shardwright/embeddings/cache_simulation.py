@@ -61,6 +61,9 @@ class Hits:
         return 1 - self.missing / max(1, self.rows)
 
 
+TRAINING = 2  # the position among `policies` of the one that training has, which announces no batches
+
+
 def policies(half_life: int, ahead: int) -> tuple[Policy, ...]:
     """The policies that are compared, the optimum last."""
     return (

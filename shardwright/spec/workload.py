@@ -28,7 +28,8 @@ def state_dtype(dtype: Dtype) -> Dtype:
 class Growth:
     """How a table grows whose ids are any 64-bit numbers: an id gets a row of its own, up to the table's `rows`.
 
-    Before its `admit_after`-th occurrence an id has its initial values, which are not trained. A row that no batch has
+    An id gets a row when its count of uses, which falls with `half_life`, reaches `admit_after`; before, it has its
+    initial values, which are not trained. A row that no batch has
     used for `expire_after` batches ends (0: none does); an id that comes back starts anew. When all rows are taken,
     those with the fewest uses end, which count half after every `half_life` batches.
     """

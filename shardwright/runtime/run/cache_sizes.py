@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwright.config import Settings
-from shardwright.embeddings.cache_simulation import Hits, Policy, TableAccesses, num_lines, policies, simulate
+from shardwright.embeddings.cache_simulation import TRAINING, Hits, Policy, TableAccesses, num_lines, policies, simulate
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, ids_per_feature
 from shardwright.layers.embedding import EmbeddingTables
@@ -70,7 +70,7 @@ class CacheSizes:
 
     def recorded_hits(self, recipe: str) -> RecordedHits:
         """Hits of the policy that training has, for the planner."""
-        policy = self.policies[-2].name
+        policy = self.policies[TRAINING].name
         entries: list[CacheHits] = []
         for table in self.tables:
             points = {num_lines(table, size.share): size.hits[policy][table.name].rate for size in self.sizes}
