@@ -356,7 +356,7 @@ def test_unsupported_plans_are_refused_by_name():
     model = dlrm()
     plan = plan_for(model, batch())
     site, item = plan.tables
-    tiers = replace(site.placement, tiers=(Share("hbm", 10), Share("dram")))
+    tiers = replace(site.placement, tiers=(Share("hbm", 10), Share("dram", 10), Share("ssd")))
     for change, message in (
         ({"version": 2}, "this plan has version 2: it was written by an earlier Shardwright"),
         ({"axes": (Axis("data", "local", 2),)}, "1 processes were started for a mesh of 2 ranks"),
