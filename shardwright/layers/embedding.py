@@ -234,6 +234,7 @@ class EmbeddingTables(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialize weights, from torch's seed and the table's name, and states; set step counts to 0."""
+        self.exchange.write_back()  # no copy of a row may arrive later
         for table in self.tables:
             self.holder(table.name).reset()
         self.steps = dict.fromkeys(self.steps, 0)
