@@ -64,15 +64,15 @@ class HostTables:
     def __init__(self, bags: EmbeddingTables, lines: Mapping[int, int], device: torch.device) -> None:
         self._bags, self._local = bags, LocalExchange(bags)
         self._device, self._buffers = device, BufferPool()
-        self._cached = sorted(lines)
+        cached = sorted(lines)
         for index, table in enumerate(bags.tables):
             module = bags.holder(table.name)
             if index not in lines and module.weight.is_meta:
                 module.to_empty(device=device)
                 module.reset()
-        self._tables = [bags.tables[index] for index in self._cached]
-        self._indices = [CacheIndex(lines[index], HALF_LIFE_BATCHES, bags.tables[index].name) for index in self._cached]
-        self._swapped = [self._swapped_table(bags.tables[index].name, lines[index]) for index in self._cached]
+        self._tables = [bags.tables[index] for index in cached]
+        self._indices = [CacheIndex(lines[index], HALF_LIFE_BATCHES, bags.tables[index].name) for index in cached]
+        self._swapped = [self._swapped_table(bags.tables[index].name, lines[index]) for index in cached]
         self._by_name = dict(zip((table.name for table in self._tables), self._swapped, strict=True))
         self._swaps = RowSwaps(self._swapped)
         self._stream = CopyStream(device)

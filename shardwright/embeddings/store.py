@@ -1,4 +1,4 @@
-"""Where rows of a table are that are not in its cache: in memory, or on disk.
+"""Rows on disk of a table with a cache: those that have no line, and older values of those that have one.
 
 A row is a weight and its optimizer state: a row of each of several tensors, the lines of the cache. A store copies rows
 from and to lines.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,31 +31,6 @@ COMPACTED_SEGMENTS = 2  # at most, for each segment that is written
 MAX_SEGMENTS = 256  # of live rows; each is an open file
 MAX_ROWS = 1 << 30  # of a store: its index has 32 bits for records, some of them out of date
 FillRows = Callable[[Tensor, Sequence[Tensor]], None]  # writes the initial values of rows to these tensors
-
-
-class RowStore(Protocol):
-    def read(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
-        """Copy rows to lines; rows that were never written get their initial values."""
-        ...
-
-    def write(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
-        """Copy lines to rows."""
-        ...
-
-
-class MemoryStore:
-    """Rows in tensors of this process."""
-
-    def __init__(self, parts_E: Sequence[Tensor]) -> None:
-        self.parts_E = parts_E
-
-    def read(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
-        for part_E, part_L in zip(self.parts_E, parts_L, strict=True):
-            part_L[lines_U] = part_E[rows_U]
-
-    def write(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
-        for part_E, part_L in zip(self.parts_E, parts_L, strict=True):
-            part_E[rows_U] = part_L[lines_U]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +96,7 @@ class DiskStore:
         return [part.new_empty(num, *part.shape[1:]) for part in self._parts]
 
     def read(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
+        """Copy rows to lines; rows that were never written get their initial values."""
         if parts_L[0].dtype != self._parts[0].dtype:
             parts_U = self.empty_parts(len(rows_U))
             self.read(rows_U, torch.arange(len(rows_U)), parts_U)
@@ -134,6 +110,7 @@ class DiskStore:
         self._fill_lines(rows[never[:num_never]], lines[never[:num_never]], parts_L)
 
     def write(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
+        """Copy lines to rows."""
         if parts_L[0].dtype != self._parts[0].dtype:
             self._num_rounded += 1
             keys_U = row_keys(self._rounding_key, self._num_rounded, rows_U)

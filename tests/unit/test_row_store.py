@@ -11,11 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.embeddings import store as stores
-from shardwright.embeddings.store import DiskStore, MemoryStore
+from shardwright.embeddings.store import DiskStore
 from shardwright.errors import UserError
 from shardwright.kernels.cache_index import CacheIndex
 
 ROWS, DIM = 500, 24
+
+
+class MemoryStore:
+    """Rows in tensors of this process."""
+
+    def __init__(self, parts_E) -> None:
+        self.parts_E = parts_E
+
+    def read(self, rows_U, lines_U, parts_L) -> None:
+        for part_E, part_L in zip(self.parts_E, parts_L, strict=True):
+            part_L[lines_U] = part_E[rows_U]
+
+    def write(self, rows_U, lines_U, parts_L) -> None:
+        for part_E, part_L in zip(self.parts_E, parts_L, strict=True):
+            part_E[rows_U] = part_L[lines_U]
 
 
 def lines_of(num: int) -> list[torch.Tensor]:
