@@ -46,7 +46,7 @@ from benchmarks import results_file
 from benchmarks.dlrm_step import DIM, TABLES
 from benchmarks.tiers_side import STEPS, Setup, Stream, num_lines
 from shardwright.embeddings.cache_simulation import TRAINING, TableAccesses, policies, simulate
-from shardwright.spec.row_cache import HALF_LIFE_BATCHES, LINE_BYTES, ROW_INDEX_BYTES, WAYS
+from shardwright.spec.row_cache import HALF_LIFE_BATCHES, KNOWN_BATCHES, LINE_BYTES, ROW_INDEX_BYTES, WAYS
 
 QUARTER, MAPPED = "disk, a quarter", "mapped"
 SIDES = ("memory", "memory, again", "disk, 100 %", QUARTER, "disk, 10 %", "disk, 5 %", MAPPED)
@@ -121,7 +121,7 @@ def base_bytes(stream: str, folder: Path) -> int:
 
 def recorded_hits(stream: str, folder: Path, share: float) -> list[tuple[str, int, float]]:
     """Of each table with rows on disk: its lines, and the share of a batch's distinct rows found there."""
-    source, policy = Stream(stream, folder), policies(HALF_LIFE_BATCHES, 1)[TRAINING]
+    source, policy = Stream(stream, folder), policies(HALF_LIFE_BATCHES, KNOWN_BATCHES)[TRAINING]
     batches = [source.batch(number).features.values.view(TABLES, -1) for number in range(RECORDED)]
     found: list[tuple[str, int, float]] = []
     for table, (rows, lines) in enumerate(zip(source.rows, num_lines(stream, source.rows, share), strict=True)):

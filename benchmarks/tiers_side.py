@@ -189,7 +189,7 @@ class Side:
 
     def _waited(self) -> float:
         exchange = self.job.model.sparse.exchange
-        return exchange.waited_seconds if isinstance(exchange, ShardedTables) else 0.0
+        return exchange.placer.waited_seconds if isinstance(exchange, ShardedTables) else 0.0
 
     def _map_tables(self, bags: EmbeddingBags, tables: list[Table]) -> None:
         """Tables in files that are mapped to memory, read in pages without the next ones; their state is in memory."""

@@ -43,11 +43,11 @@ class Index {
     std::memset(static_cast<void*>(sets_.get()), 0, num_sets * sizeof(Set));
   }
 
-  // Announces the rows of the batch after those announced or placed so far. Returns its number, or -1 if too many
-  // batches are announced.
+  // Announces the rows of the batch after those announced so far. Returns its number, or -1 if too many batches are
+  // announced.
   int64_t announce(const int64_t* keys, int64_t n) {
-    const uint32_t number = std::max(announced_, batch_) + 1;
-    if (number - batch_ >= kWindow) return kNoWay;
+    const uint32_t number = announced_ + 1;
+    if (number - due_ >= kWindow) return kNoWay;
     announced_ = number;
     const uint32_t bit = 1u << number % kWindow;
     for (int64_t i = 0; i < n; ++i) {
@@ -59,13 +59,24 @@ class Index {
     return number;
   }
 
-  // Places the distinct rows of a batch; `lines` are theirs. Positions of missing rows go to `missing`, and to
+  // Forgets the announced batches that were not placed.
+  void forget() {
+    if (announced_ == due_) return;
+    due_ = announced_;
+    window_.clear();
+    for (uint64_t s = 0; s < num_sets_; ++s)
+      for (LineState& state : sets_[s].states) state.next = 0;
+  }
+
+  // Places the distinct rows of a batch; `lines` are theirs; `announced`: it is the first announced batch that was not
+  // placed yet. Positions of missing rows go to `missing`, and to
   // `old_keys`, if it is not null, the rows that were written on their lines, or kNoWay; lines that were written and are
   // now another row's, and their former rows, to `written_lines` and `written_keys`, all of size n + num_away(). Returns
   // false if the batches in flight need more lines than there are; the index is then of no use.
-  bool place(const int64_t* keys, const float* scores, int64_t n, int64_t* lines, int64_t* missing, int64_t* old_keys,
-             int64_t* written_lines, int64_t* written_keys, Counts* counts) {
+  bool place(const int64_t* keys, const float* scores, int64_t n, bool announced, int64_t* lines, int64_t* missing,
+             int64_t* old_keys, int64_t* written_lines, int64_t* written_keys, Counts* counts) {
     ++batch_;
+    bit_ = announced && due_ != announced_ ? 1u << ++due_ % kWindow : 0;
     *counts = {};
     Part moved;
     drop_away(moved);
@@ -166,7 +177,6 @@ class Index {
   // Rows that are in the cache first, so that they are not evicted for the others.
   void place_part(Part& part, const int64_t* keys, const float* scores, int64_t* lines) {
     const int64_t n = part.rows.size();
-    const uint32_t bit = 1u << batch_ % kWindow;
     std::vector<int64_t> missing;
     for (int64_t i = 0; i < n; ++i) {
       fetch_ahead(part.hashes, i);
@@ -176,8 +186,8 @@ class Index {
         missing.push_back(i);
         continue;
       }
-      if (announced_ >= batch_) window_.take(key, bit);
-      use(line, scores ? scores[at] : 0.0f, line.set->states[line.way].next & ~bit);
+      if (bit_) window_.take(key, bit_);
+      use(line, scores ? scores[at] : 0.0f, line.set->states[line.way].next & ~bit_);
       lines[at] = number_of(line);
     }
     for (int64_t j = 0; j < int64_t(missing.size()); ++j) {
@@ -233,7 +243,7 @@ class Index {
   // Batches until the next announced use; kWindow without one.
   uint32_t distance_of(uint32_t next) const {
     if (!next) return kWindow;
-    const uint32_t shift = batch_ % kWindow, turned = shift ? next >> shift | next << (kWindow - shift) : next;
+    const uint32_t shift = due_ % kWindow, turned = shift ? next >> shift | next << (kWindow - shift) : next;
     return __builtin_ctz(turned);
   }
 
@@ -263,7 +273,7 @@ class Index {
     state.key = key;
     state.uses = 0;
     state.last = batch_;
-    use(line, score, announced_ >= batch_ ? window_.take(key, 1u << batch_ % kWindow) : 0);
+    use(line, score, window_.take(key, bit_));
   }
 
   // Returns the row of the line if it was written, else kNoWay.
@@ -315,7 +325,9 @@ class Index {
   Scratch<Set> sets_;
   std::unordered_map<int64_t, int64_t> away_;  // lines of rows that are not in their own set
   Window window_;
-  uint32_t batch_ = 0, announced_ = 0;  // numbers of the last batch placed, and announced
+  uint32_t batch_ = 0;                // number of the last batch placed
+  uint32_t announced_ = 0, due_ = 0;  // of the last announced batch, and of the last one of these that was placed
+  uint32_t bit_ = 0;                  // of the batch that is placed, among announced uses
 };
 
 }  // namespace
@@ -329,6 +341,8 @@ SHARDWRIGHT_API void shardwright_cache_free(void* index) { delete static_cast<In
 SHARDWRIGHT_API int64_t shardwright_cache_announce(void* index, const int64_t* keys, int64_t n) {
   return static_cast<Index*>(index)->announce(keys, n);
 }
+
+SHARDWRIGHT_API void shardwright_cache_forget(void* index) { static_cast<Index*>(index)->forget(); }
 
 // Threads for several indices, one after the other on each; a single one has threads of its own.
 static int threads_for_all(const IndexBatch* batches, int64_t num) {
@@ -346,8 +360,8 @@ SHARDWRIGHT_API int64_t shardwright_cache_place(const IndexBatch* batches, int64
 #pragma omp parallel for num_threads(threads_for_all(batches, num)) schedule(dynamic) reduction(min : failed)
   for (int64_t i = 0; i < num; ++i) {
     const IndexBatch& own = batches[i];
-    if (!static_cast<Index*>(own.index)->place(keys + own.first, scores ? scores + own.first : nullptr, own.n, lines + own.first,
-                          missing + own.first, old_keys ? old_keys + own.first : nullptr,
+    if (!static_cast<Index*>(own.index)->place(keys + own.first, scores ? scores + own.first : nullptr, own.n, own.announced,
+                          lines + own.first, missing + own.first, old_keys ? old_keys + own.first : nullptr,
                           written_lines + own.first_written, written_keys + own.first_written,
                           reinterpret_cast<Counts*>(counts) + i))
       failed = std::min(failed, i);

@@ -11,10 +11,11 @@
 constexpr int64_t kWays = 32, kWindow = 32;  // batches that may be announced
 constexpr int64_t kNoWay = -1;
 
-// The batch of one of several indices: the position of its first row in the arrays of all, and of its first written line.
+// The batch of one of several indices: the position of its first row in the arrays of all, and of its first written line;
+// whether it was announced.
 struct IndexBatch {
   void* index;
-  int64_t n, first, first_written;
+  int64_t n, first, first_written, announced;
 };
 
 struct Counts {
@@ -85,6 +86,8 @@ class Window {
     size_ += slot.uses == 0 && !slot.taken;
     slot = {key, slot.uses | bit, true};
   }
+
+  void clear() { slots_.clear(), size_ = 0; }
 
   // The announced uses of a key without those of `bit`.
   uint32_t take(int64_t key, uint32_t bit) {

@@ -24,7 +24,7 @@
 
 struct PagePlace {
   int file;
-  int64_t offset;
+  int64_t offset, bytes;
 };
 using PlacePage = std::function<PagePlace(int64_t)>;  // of a page, by its number in a call
 // Uses the bytes of a page; `read`: how many there are, or the negative error number. Returns false to end the call.
@@ -36,13 +36,12 @@ using UsePage = std::function<bool(int64_t, const char*, int64_t)>;
 // many reads and waits for many: a thread of its own for each read costs two changes of thread instead.
 class PageRing {
  public:
-  PageRing(int64_t depth, int64_t page_bytes) : page_bytes_(page_bytes) {
+  explicit PageRing(int64_t depth) {
     io_uring_params params{};
     if (!depth || !setup(depth, params) || !map(params) || enter(0, 0)) {
       end();
       return;
     }
-    memory_ = pages_of(params.sq_entries * page_bytes);
     page_in_.resize(params.sq_entries);
     places_.resize(params.sq_entries);
   }
@@ -53,8 +52,9 @@ class PageRing {
   bool works() const { return file_ >= 0; }
 
   // As PageReader::read.
-  bool read(int64_t n, const PlacePage& place, const UsePage& use) {
+  bool read(int64_t n, int64_t largest, const PlacePage& place, const UsePage& use) {
     const std::lock_guard<std::mutex> one_caller(callers_);
+    if (largest > page_bytes_) memory_ = pages_of(page_in_.size() * (page_bytes_ = largest));
     std::vector<unsigned> slots(page_in_.size());
     for (unsigned slot = 0; slot < slots.size(); ++slot) slots[slot] = slot;
     const unsigned together = std::max<size_t>(1, slots.size() / 4);  // results that a call waits for
@@ -105,8 +105,9 @@ class PageRing {
   // The number of bytes of a page that were read; of one that the kernel has not read as a whole, or not now, as pread
   // reads it.
   int64_t complete(unsigned slot, int64_t read) {
-    if (read == page_bytes_) return read;
-    read = pread(places_[slot].file, memory_.get() + slot * page_bytes_, page_bytes_, places_[slot].offset);
+    const PagePlace place = places_[slot];
+    if (read == place.bytes) return read;
+    read = pread(place.file, memory_.get() + slot * page_bytes_, place.bytes, place.offset);
     return read < 0 ? -errno : read;
   }
 
@@ -143,7 +144,7 @@ class PageRing {
     io_uring_sqe& entry = entries_[slot];
     std::memset(&entry, 0, sizeof(entry));
     entry.opcode = IORING_OP_READ, entry.fd = place.file, entry.off = place.offset, entry.user_data = slot;
-    entry.addr = reinterpret_cast<uint64_t>(memory_.get() + slot * page_bytes_), entry.len = unsigned(page_bytes_);
+    entry.addr = reinterpret_cast<uint64_t>(memory_.get() + slot * page_bytes_), entry.len = unsigned(place.bytes);
     order_[(*reads_tail_ + before) & reads_mask_] = slot;
   }
 
@@ -159,7 +160,7 @@ class PageRing {
     }
   }
 
-  const int64_t page_bytes_;
+  int64_t page_bytes_ = 0;  // of memory for a read: of the largest page so far
   int file_ = -1;
   void* ring_ = nullptr;
   size_t ring_bytes_ = 0, entry_bytes_ = 0;
@@ -178,10 +179,10 @@ class PageRing {
 class PageReader {
  public:
   // `in_flight`: reads through io_uring; 0: none. `num_threads`: if that is not possible.
-  PageReader(int64_t in_flight, int64_t num_threads, int64_t page_bytes)
-      : page_bytes_(page_bytes),
+  PageReader(int64_t in_flight, int64_t num_threads)
+      :
 #ifdef SHARDWRIGHT_IO_URING
-        ring_(in_flight, page_bytes),
+        ring_(in_flight),
 #endif
         threads_(by_ring() ? 0 : num_threads) {
     (void)in_flight;
@@ -195,28 +196,27 @@ class PageReader {
 #endif
   }
 
-  // Reads pages 0 to n - 1, each at its place, and uses each once it is there, in any order and from several threads.
-  // Returns false if a use did; the rest is not read then. One call at a time; others wait.
-  bool read(int64_t n, const PlacePage& place, const UsePage& use) {
+  // Reads pages 0 to n - 1, of at most `largest` bytes, each at its place, and uses each once it is there, in any order
+  // and from several threads. Returns false if a use did; the rest is not read then. One call at a time; others wait.
+  bool read(int64_t n, int64_t largest, const PlacePage& place, const UsePage& use) {
     if (!n) return true;
 #ifdef SHARDWRIGHT_IO_URING
-    if (by_ring()) return ring_.read(n, place, use);
+    if (by_ring()) return ring_.read(n, largest, place, use);
 #endif
     std::atomic<bool> good{true};
     threads_.run(n, [&](int64_t i) {
       thread_local Pages memory;
       thread_local int64_t size = 0;
-      if (size < page_bytes_) memory = pages_of(size = page_bytes_);
+      if (size < largest) memory = pages_of(size = largest);
       if (!good) return;
       const PagePlace at = place(i);
-      const int64_t read = pread(at.file, memory.get(), page_bytes_, at.offset);
+      const int64_t read = pread(at.file, memory.get(), at.bytes, at.offset);
       if (!use(i, memory.get(), read < 0 ? -errno : read)) good = false;
     });
     return good;
   }
 
  private:
-  const int64_t page_bytes_;
 #ifdef SHARDWRIGHT_IO_URING
   PageRing ring_;
 #endif

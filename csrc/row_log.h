@@ -1,4 +1,4 @@
-// Pages and records of csrc/row_log.cpp.
+// Pages and records of csrc/row_files.h.
 #pragma once
 
 #include <cstdint>

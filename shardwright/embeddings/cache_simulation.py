@@ -61,7 +61,7 @@ class Hits:
         return 1 - self.missing / max(1, self.rows)
 
 
-TRAINING = 2  # the position among `policies` of the one that training has, which announces no batches
+TRAINING = 3  # the position among `policies` of the one that training has
 
 
 def policies(half_life: int, ahead: int) -> tuple[Policy, ...]:
@@ -92,7 +92,7 @@ def simulate(table: TableAccesses, lines: int, policy: Policy) -> Hits:
         if number == half:
             before = Hits(index.counts.rows, index.counts.missing, 0, index.counts.written_back)
         scores_U = -next_uses[number] if next_uses else None
-        placed = index.place(rows_U, scores_U)
+        placed = index.place(rows_U, scores_U, announced=policy.ahead > 0)
         index.release(placed.lines_U, written=True)
         if policy.ahead and (following := number + 1 + policy.ahead) < len(batches):
             index.announce(batches[following])

@@ -1,60 +1,36 @@
 """The rows of a table shard on lines of a cache, in front of a slower store.
 
-A line is a row and its optimizer state: one row of each of several tensors. `place` finds lines for the rows of a
-batch and copies what is missing in a thread of its own; until `release`, these lines stay theirs. So copies for the
+A line is a row and its optimizer state: one row of each of several tensors. A thread places the rows of a batch on
+lines and copies what is missing (row_placer.py); until they are released, these lines stay theirs. So copies for the
 next batch may run beside the update of this one: they read only lines that no batch in flight uses, and write only
 lines of rows that were not there.
 
-Shape legend: U distinct rows of a batch, L lines, E rows of the shard, R rows of a chunk, C columns.
+Shape legend: U distinct rows of a batch, M moves, L lines, E rows of the shard, R rows of a chunk, C columns.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from functools import partial
 from math import prod
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from shardwright.comm.pending import Pending, ready
-from shardwright.embeddings.store import DiskSnapshot, DiskStore, row_bytes_of
-from shardwright.kernels import cache_index
-from shardwright.kernels.cache_index import CacheIndex, PlacedRows
+from shardwright.embeddings.placing_thread import PlacingThread
+from shardwright.embeddings.store import DiskSnapshot, DiskStore, read_many, row_bytes_of
+from shardwright.kernels.cache_index import CacheIndex
 from shardwright.rectangle import IndexRange
 from shardwright.spec.row_cache import HALF_LIFE_BATCHES
 
-T = TypeVar("T")
 CHUNK_BYTES = 16 << 20  # of whole rows that are copied at a time when many are
 
 
 class CachedRows:
     """`parts_L`: the lines, of each tensor of a row. `row_of_L`: the row of each line."""
 
-    def __init__(self, parts_L: Sequence[Tensor], store: DiskStore, copier: ThreadPoolExecutor, table: str) -> None:
-        self.parts_L, self.store, self._copier = parts_L, store, copier
+    def __init__(self, parts_L: Sequence[Tensor], store: DiskStore, thread: PlacingThread, table: str) -> None:
+        self.parts_L, self.store, self._thread = parts_L, store, thread
         self.index = CacheIndex(len(parts_L[0]), HALF_LIFE_BATCHES, table)
         self.row_of_L = torch.full((len(parts_L[0]),), -1)
-        self._last: Future[None] | None = None
-        self._failure: Exception | None = None
-
-    def place(self, rows_U: Tensor) -> tuple[Tensor, Pending[None]]:
-        """The lines of these rows, and their copies. After an error all calls raise it: lines may lack their rows."""
-        ((lines_U, copies),) = place_many([self], rows_U, [len(rows_U)])
-        return lines_U, copies
-
-    def start_copies(self, placed: PlacedRows, rows_U: Tensor) -> Pending[None]:
-        """Copy lines that were written to the store, and missing rows to their lines."""
-        missing_U = placed.missing_U
-        if not len(missing_U) and not len(placed.written_lines):
-            return ready(None) if self._last is None else Pending(self._last.result)
-        self.row_of_L[placed.lines_U[missing_U]] = rows_U[missing_U]
-        copies = self._last = self._copier.submit(self._copy, placed, rows_U)
-        return Pending(copies.result)
-
-    def release(self, lines_U: Tensor, *, written: bool) -> None:
-        self.index.release(lines_U, written=written)
 
     def find(self, rows_U: Tensor) -> Tensor:
         return self.index.find(rows_U)
@@ -64,11 +40,13 @@ class CachedRows:
 
     def write_back(self) -> None:
         """Copy all lines that were written to the store."""
-        self._wait()
+        self._thread.run_alone(self._write_back)
+
+    def _write_back(self) -> None:
         if not self.index.may_be_written:
             return
         lines, rows = self.index.written_lines()
-        self.keep_failure(lambda: self._copier.submit(self.store.write, rows, lines, self.parts_L).result())
+        self.store.write(rows, lines, self.parts_L)
         self.index.written_lines(clear=True)
 
     def read_all(self, part: int) -> Tensor:
@@ -118,43 +96,28 @@ class CachedRows:
         shared = SharedSnapshot(self)
         return [StoredPart(self, number, shared) for number in range(len(self.parts_L))]
 
-    def _wait(self) -> None:
-        if self._last is not None:
-            self.keep_failure(self._last.result)
 
-    def keep_failure(self, run: Callable[[], T]) -> T:
-        if self._failure is not None:
-            raise self._failure
-        try:
-            return run()
-        except Exception as error:
-            self._failure = error
-            raise
-
-    def _copy(self, placed: PlacedRows, rows_U: Tensor) -> None:
-        self.keep_failure(lambda: self._copy_rows(placed, rows_U))
-
-    def _copy_rows(self, placed: PlacedRows, rows_U: Tensor) -> None:
-        with torch.no_grad():
-            if len(placed.written_lines):
-                self.store.write(placed.written_rows, placed.written_lines, self.parts_L)
-            if len(placed.missing_U):
-                self.store.read(rows_U[placed.missing_U], placed.lines_U[placed.missing_U], self.parts_L)
+@torch.no_grad()
+def copy_moves(caches: Mapping[int, CachedRows], moves: Tensor) -> None:
+    """Copy lines that were written to their stores, then missing rows to their lines; `moves` as in `PlacedBatch`."""
+    table_M, line_M, new_M, old_M = moves[moves[:, 0].argsort(stable=True)].T.contiguous()
+    written, missing = old_M >= 0, new_M >= 0
+    for number, lines, rows in _by_table(table_M[written], line_M[written], old_M[written]):
+        caches[number].store.write(rows, lines, caches[number].parts_L)
+    line_M, new_M = line_M[missing], new_M[missing]
+    parts = _by_table(table_M[missing], line_M, new_M)
+    for number, lines, rows in parts:
+        caches[number].row_of_L[lines] = rows
+    own = [caches[number] for number, _, _ in parts]
+    counts = [len(rows) for _, _, rows in parts]
+    read_many([each.store for each in own], new_M, line_M, counts, [each.parts_L for each in own])
 
 
-def place_many(
-    caches: Sequence[CachedRows], rows_U: Tensor, counts: Sequence[int]
-) -> list[tuple[Tensor, Pending[None]]]:
-    """`place` in several caches; `rows_U` has `counts` rows of each, one after the other."""
-
-    def place() -> list[PlacedRows]:
-        return cache_index.place_many([cached.index for cached in caches], rows_U, counts)
-
-    for cached in caches:  # an error is kept by all: those before it have placed their rows
-        place = partial(cached.keep_failure, place)
-    placed = place()
-    parts = zip(caches, placed, rows_U.split(list(counts)), strict=True)
-    return [(own.lines_U, cached.start_copies(own, rows)) for cached, own, rows in parts]
+def _by_table(table_M: Tensor, line_M: Tensor, row_M: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+    """The lines and rows of each table of which there are any; tables are in order."""
+    tables, counts = table_M.unique_consecutive(return_counts=True)
+    sizes = counts.tolist()
+    return [*zip(tables.tolist(), line_M.split(sizes), row_M.split(sizes), strict=True)]
 
 
 class SharedSnapshot:

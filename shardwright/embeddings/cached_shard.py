@@ -4,7 +4,6 @@ Shape legend: E rows of a shard, D its columns, U distinct rows, L lines.
 """
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -12,9 +11,10 @@ from torch import Tensor
 
 from shardwright.embeddings.cached_rows import CachedRows
 from shardwright.embeddings.layout import TableShard
+from shardwright.embeddings.placing_thread import PlacingThread
 from shardwright.embeddings.row_order import RowOrder
 from shardwright.embeddings.rows_folder import RowsFolder
-from shardwright.embeddings.store import DiskStore
+from shardwright.embeddings.store import DiskStore, PageReaders
 from shardwright.kernels import embedding
 from shardwright.kernels.initial import CHUNK_ELEMENTS
 from shardwright.kernels.native import use_huge_pages
@@ -26,14 +26,15 @@ from shardwright.spec.optimizer import state_shapes
 class Caches:
     """The lines of each shard of a table, by the table's index; other tables are in memory as a whole.
 
-    Rows are stored below the folder for temporary files (TMPDIR). One thread of this rank copies them. `in_float32`:
+    Rows are stored below the folder for temporary files (TMPDIR). One thread of this rank places batches and copies rows. `in_float32`:
     weights of 16 bits are float32 on lines, and rounded when they are written to the store.
     """
 
     lines: Mapping[int, int]
     in_float32: bool = False
     folder: RowsFolder = field(default_factory=RowsFolder)
-    copier: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rows"))
+    thread: PlacingThread = field(default_factory=PlacingThread)
+    readers: PageReaders = field(default_factory=PageReaders)
 
 
 @torch.no_grad()
@@ -57,7 +58,7 @@ def make_cached_rows(bags: EmbeddingTables, shard: TableShard, order: RowOrder, 
             part_U.fill_(module.initial_state)
 
     folder, stored = caches.folder.make_subfolder(), [parts_L[0][:0].to(module.weight.dtype), *parts_L[1:]]
-    store = DiskStore(folder, end - start, stored, fill, rounding_key=module.rounding_key)
+    store = DiskStore(folder, end - start, stored, fill, caches.readers, rounding_key=module.rounding_key)
     if not module.weight.is_meta:
         states = bags.state(table.name) if bags.steps[table.name] else {}
         step = max(1, CHUNK_ELEMENTS // shard.dim)
@@ -72,4 +73,4 @@ def make_cached_rows(bags: EmbeddingTables, shard: TableShard, order: RowOrder, 
                 values = (module.weight if name == "weight" else states[name])[ids_U]
                 part_U.copy_(torch.cat([values[:, a:b] for a, b in shard.cols], 1) if values.dim() == 2 else values)
             store.write(rows_U, torch.arange(len(rows_U)), parts_U)
-    return CachedRows(parts_L, store, caches.copier, table.name)
+    return CachedRows(parts_L, store, caches.thread, table.name)

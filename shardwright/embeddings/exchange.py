@@ -4,7 +4,7 @@ Phases, each a stage of the step; collectives run over all ranks, on the ids lan
     request     map ids to row positions, deduplicate rows of row-exchange tables, split by row range
     lengths     all-to-all of headers: how much each rank will receive (ids lane)
     ids         all-to-all of lengths and ids, one message per rank for all its table groups (ids lane)
-    prefetch    for tables with rows on disk: find lines of the cache for the batch's rows, and copy what is missing
+    expect, prefetch    for tables with rows on disk (row_placer.py)
     lookup      one call per table group, over the samples of all its clients
     meet        host reduce: add partial sums inside each host where several of its ranks hold rows of a table (wire)
     vectors     all-to-all of pooled vectors, or partial sums of them, and distinct rows; then assemble them (wire)
@@ -16,8 +16,7 @@ Shape legend: R ranks.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from time import perf_counter
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,12 +29,14 @@ from shardwright.embeddings.announcement import Announcement, exchange_end_heade
 from shardwright.embeddings.cached_shard import Caches
 from shardwright.embeddings.growing_rows import initial_growth
 from shardwright.embeddings.host_reduce import HostReducer
-from shardwright.embeddings.incoming import IncomingRequest, incoming_requests
+from shardwright.embeddings.incoming import incoming_requests
 from shardwright.embeddings.layout import Layout, TableGroup, TableShard
 from shardwright.embeddings.local_shards import LocalShards, PlacedIds
 from shardwright.embeddings.outgoing import OutgoingRequest, RequestBuilder
 from shardwright.embeddings.responses import ResponseAssembly
+from shardwright.embeddings.routed_batch import RoutedBatch
 from shardwright.embeddings.row_order import IdOrder, RowOrder
+from shardwright.embeddings.row_placer import RowPlacer
 from shardwright.embeddings.update import OptimizerStep, ReceivedGradients, TableUpdater
 from shardwright.embeddings.used_features import UsedFeatures
 from shardwright.embeddings.vector_transport import VectorTransport
@@ -53,22 +54,6 @@ from shardwright.spec.optimizer import SparseOptimizer
 @dataclass(frozen=True, slots=True)
 class AnnouncedRequest(Announcement):
     outgoing: OutgoingRequest
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedBatch:
-    """A batch whose requests have reached the ranks that hold the rows."""
-
-    outgoing: OutgoingRequest
-    batch_sizes: tuple[int, ...]  # samples of each rank
-    incoming: tuple[IncomingRequest, ...]  # by table group of this rank
-    max_replica_values: float  # upper bound on the row and gradient values of table groups replicated on all ranks
-    micro_batches: tuple["RoutedBatch", ...] = ()  # with gradient accumulation: one per micro-batch
-    placed: list[PlacedIds] = field(default_factory=list)  # by table group, from `prefetch` to `release`
-
-    @property
-    def lookups(self) -> tuple["RoutedBatch", ...]:
-        return self.micro_batches or (self,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +88,13 @@ class ShardedTables:
     ) -> None:
         self.bags, self.layout, self.lanes, self.orders = bags, layout, lanes, orders
         self._caches = caches  # whose folder lives as long as the tables
-        self.waited_seconds = 0.0  # that steps have waited for rows to be copied
         self.growth = initial_growth(bags)
         self.rank = lanes.wire.index
         self.table_groups = layout.table_groups[self.rank]
         self.local_shards = [
             LocalShards(table_group, bags, orders, device, caches, in_flight) for table_group in self.table_groups
         ]
+        self.placer = RowPlacer(self.local_shards, caches.thread if caches else None)
         self._requests = RequestBuilder(bags, layout, orders, self.rank)
         self._responses = ResponseAssembly(bags, layout, self.rank)
         self._vector_transport = VectorTransport(lanes.wire, lanes.vector_codec, self._responses.dtype)
@@ -224,35 +209,28 @@ class ShardedTables:
         self.growth.batches += training
         for index, local in enumerate(self.local_shards):
             if local.growing:
-                routed.placed[index] = local.place(routed.incoming[index].ids, training=training)
+                routed.placed[index] = local.place_growing(routed.incoming[index].ids, training=training)
         pairs = zip(self.local_shards, routed.placed, strict=True)
         result = LookupResult(routed, tuple(local.lookup(placed.ids) for local, placed in pairs))
         if not is_placed and not training:
             self.release(routed, written=False)
         return result
 
+    def expect(self, routed: RoutedBatch) -> None:
+        """Announce the rows of a batch to the caches of this rank."""
+        self.placer.expect(routed)
+
+    def forget(self) -> None:
+        """Forget announced batches that will not be prefetched."""
+        self.placer.forget()
+
     def prefetch(self, routed: RoutedBatch) -> Pending[RoutedBatch]:
         """Find lines for the rows of a batch, and copy those that are missing in the cache."""
-        routed.placed[:] = [
-            PlacedIds(request.ids, request.ids, {}, ()) if local.growing else local.place(request.ids)
-            for local, request in zip(self.local_shards, routed.incoming, strict=True)
-        ]
-
-        def wait() -> RoutedBatch:
-            start = perf_counter()
-            for copies in (copies for placed in routed.placed for copies in placed.copies):
-                copies.wait()
-            self.waited_seconds += perf_counter() - start
-            return routed
-
-        return Pending(wait)
+        return self.placer.prefetch(routed)
 
     def release(self, routed: RoutedBatch, *, written: bool) -> None:
         """End a batch's use of its lines; `written`: an update has changed them."""
-        for batch in routed.lookups:
-            for local, placed in zip(self.local_shards, batch.placed, strict=bool(batch.placed)):
-                local.release(placed, written=written)
-            batch.placed.clear()
+        self.placer.release(routed, written=written)
 
     def reduce_in_host(self, result: LookupResult) -> Pending[LookupResult]:
         """Add partial sums inside each host (HostReducer): one all-to-all on the wire lane."""
@@ -377,7 +355,7 @@ class ShardedTables:
         incoming = tuple(replace(request, ids=ids[index]) for index, request in enumerate(routed.incoming))
         used = tuple(map(any, zip(*(grads.used_features for _, grads in micro_batches), strict=True)))
         micro = tuple(routed for routed, _ in micro_batches)
-        placed = [PlacedIds(each, each, {}, ()) for each in lines]
+        placed = [PlacedIds(each, each, {}) for each in lines]
         joined = replace(routed, incoming=incoming, micro_batches=micro, placed=placed)
         return joined, ReceivedGradients(gradients, replica_sums, used)
 

@@ -10,31 +10,31 @@ Shape legend: N ids, U distinct rows, M moved rows, E rows of a table, L lines.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.comm.pending import Pending, ready
 from shardwright.comm.transfer import CopyStream
+from shardwright.embeddings.placing_thread import PlacingThread
 from shardwright.errors import UserError
 from shardwright.jagged import Jagged, Vectors
 from shardwright.kernels import embedding
 from shardwright.kernels.arguments import IdOutOfRange, Ids, TableState
 from shardwright.kernels.buffers import BufferPool
-from shardwright.kernels.cache_index import CacheCounts, CacheIndex, PlacedLookups, place_ids, release_many
+from shardwright.kernels.cache_index import BatchRows, CacheCounts, CacheIndex, PlacedBatch, place_rows, release_many
 from shardwright.kernels.cuda_copies import to_device
-from shardwright.kernels.native import lengths_to_offsets, use_threads
+from shardwright.kernels.dedup import unique_rows
+from shardwright.kernels.native import lengths_to_offsets
 from shardwright.kernels.row_swaps import RowSwaps, SwappedTable
 from shardwright.layers.embedding import EmbeddingTables
 from shardwright.layers.local_exchange import LocalBatch, LocalExchange, table_state, update_used
 from shardwright.spec.optimizer import SparseOptimizer
 from shardwright.spec.row_cache import HALF_LIFE_BATCHES
 
-PLACING_THREADS = 4  # that find lines for a batch, beside the one that runs the step
-T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -43,19 +43,10 @@ class BatchOnLines:
     in place of rows where a table has a cache."""
 
     ids: Jagged
+    rows: BatchRows | None = None  # once they are announced to the caches
     on_lines: Jagged | None = None
-    placed: PlacedLookups | None = None
+    placed: PlacedBatch | None = None
     micro_batches: tuple["BatchOnLines", ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """A batch that no longer uses its lines; by table, whether it has changed them; an event after that. The batch may
-    not be placed yet: copies for it may still be running when a run ends early."""
-
-    batch: BatchOnLines
-    changes: Sequence[bool]
-    event: torch.Event | None
 
 
 class HostTables:
@@ -76,10 +67,8 @@ class HostTables:
         self._by_name = dict(zip((table.name for table in self._tables), self._swapped, strict=True))
         self._swaps = RowSwaps(self._swapped)
         self._stream = CopyStream(device)
-        self._copier = ThreadPoolExecutor(1, "rows", use_threads, (PLACING_THREADS,))
-        self._released: list[Released] = []  # batches whose lines the next one may use
-        self._failure: Exception | None = None
-        self._begun = self._stream.event()  # lines and tables are ready after this
+        self._thread = PlacingThread()
+        self._ready = self._stream.event()  # after it, copies may use all lines that no batch in flight uses
         for each in (bags, *(child for child in bags.children() if isinstance(child, EmbeddingTables))):
             if each is not bags and isinstance(each.exchange, LocalExchange):  # a member of an EmbeddingBagsDict
                 each.exchange.owner = self
@@ -117,18 +106,29 @@ class HostTables:
     def exchange_ids(self, announced: LocalBatch) -> Pending[BatchOnLines]:
         return ready(BatchOnLines(announced.ids))
 
+    def expect(self, batch: BatchOnLines) -> None:
+        """Announce the rows of a batch to the caches."""
+
+        def announce() -> None:
+            rows = self._distinct_rows(batch.ids)
+            for index, rows_U in zip(self._indices, rows.by_table(), strict=True):
+                index.announce(rows_U)
+            batch.rows = rows
+
+        self._thread.submit(announce)
+
+    def forget(self) -> None:
+        """Forget announced batches that will not be prefetched."""
+        self._thread.defer(lambda: [index.forget() for index in self._indices].clear())
+
     def prefetch(self, batch: BatchOnLines) -> Pending[BatchOnLines]:
         """Find lines for the rows of a batch, and copy those that are missing."""
-        released, self._released = self._released, []  # not those of the step that runs beside the copies
-
-        def place() -> Any:
-            with self._bags.naming_errors():
-                return self._keep_failure(lambda: self._place(batch, released))
-
-        copied = self._copier.submit(place)
+        copied = self._thread.submit(lambda: self._place(batch))
 
         def wait() -> BatchOnLines:
-            end, on_lines = copied.result(), batch.on_lines
+            with self._bags.naming_errors():
+                end = copied.wait()
+            on_lines = batch.on_lines
             assert on_lines is not None
             self._stream.wait(end, [x for x in (on_lines.values, on_lines.lengths, on_lines.weights) if x is not None])
             return batch
@@ -136,22 +136,27 @@ class HostTables:
         return Pending(wait)
 
     @torch.no_grad()
-    def _place(self, batch: BatchOnLines, released: Sequence[Released]) -> Any:
+    def _place(self, batch: BatchOnLines) -> Any:
         """Place the rows on lines, and issue copies; returns an event after them."""
-        self._release(released)
-        ids, chosen, own = self._cached_ids(batch.ids)
-        try:
-            batch.placed = placed = place_ids(self._indices, ids, [table.rows for table in self._tables])
-        except IdOutOfRange as error:
-            raise IdOutOfRange(chosen[error.feature], error.id) from None
-        with self._stream.after(released[-1].event if released else self._begun):
-            values = placed.lines_N
+        announced = batch.rows is not None
+        rows = self._distinct_rows(batch.ids) if batch.rows is None else batch.rows
+        batch.placed = placed = place_rows(self._indices, rows, announced=announced)
+        own = self._cached_ids(batch.ids)[2]
+        with self._stream.after(self._ready):
+            values = placed.lines_N.int()
             if own is not None:
                 values = batch.ids.values.index_put((own,), values.to(batch.ids.values.dtype))
             batch.on_lines = replace(batch.ids, values=values).map(lambda x: to_device(x, self._device))
             for moves in (placed.moves[: placed.num_first], placed.moves[placed.num_first :]):
                 self._swaps.run(moves)
             return self._stream.event()
+
+    def _distinct_rows(self, ids: Jagged) -> BatchRows:
+        cached, chosen, _ = self._cached_ids(ids)
+        try:
+            return BatchRows(*unique_rows(cached, [table.rows for table in self._tables]))
+        except IdOutOfRange as error:
+            raise IdOutOfRange(chosen[error.feature], error.id) from None
 
     def _cached_ids(self, ids: Jagged) -> tuple[Ids, list[int], Tensor | None]:
         """The ids of tables with a cache; their features; where they are among all ids, None if there are no others."""
@@ -223,17 +228,19 @@ class HostTables:
         modules = [self._bags.holder(table.name) for table in self._tables]
         changes = [module.is_trained and module.table.name in changed_tables for module in modules]
         for batch in ids.micro_batches or (ids,):
-            parts = () if batch.placed is None else batch.placed.rows_U.split(list(batch.placed.counts))
+            parts = () if batch.placed is None else batch.placed.rows.by_table()
             for module, rows_U, is_changed in zip(modules, parts, changes, strict=bool(parts)):
                 if is_changed and module.changed_rows is not None:
                     module.changed_rows[rows_U] = True
-            self._released.append(Released(batch, changes, event))
+            self._thread.defer(partial(self._release, batch, changes, event))
 
-    def _release(self, released: Sequence[Released]) -> None:
-        for each in released:
-            if (placed := each.batch.placed) is not None:
-                release_many(self._indices, placed.lines_U, placed.counts, each.changes)
-            each.batch.on_lines = each.batch.placed = None
+    def _release(self, batch: BatchOnLines, changes: Sequence[bool], event: torch.Event | None) -> None:
+        """End a batch's use of its lines; by table, whether it has changed them; an event after that. The batch may
+        not be placed yet when it is deferred: copies for it may still be running when a run ends early."""
+        if (placed := batch.placed) is not None:
+            release_many(self._indices, placed.lines_U, placed.rows.counts, changes)
+        batch.on_lines = batch.placed = None
+        self._ready = event
 
     def concat_micro_batches(
         self, micro_batches: Sequence[tuple[BatchOnLines, Vectors]], decay: float
@@ -241,7 +248,7 @@ class HostTables:
         batches = tuple(batch for batch, _ in micro_batches)
         on_lines = [(batch.on_lines, gradients) for batch, gradients in micro_batches if batch.on_lines is not None]
         joined, gradients = self._local.concat_micro_batches(on_lines, decay)
-        return BatchOnLines(batches[-1].ids, joined, micro_batches=batches), gradients
+        return BatchOnLines(batches[-1].ids, on_lines=joined, micro_batches=batches), gradients
 
     def write_back(self) -> None:
         """Copy all lines that were written to host memory."""
@@ -272,29 +279,14 @@ class HostTables:
 
     def _run_alone(self, run: Callable[[], None]) -> None:
         """Run copies after all others and after all updates so far, and wait for them."""
-        end, released = self._stream.event(), self._released
-        self._released = []
+        end = self._stream.event()
 
         def run_on_stream() -> None:
-            self._release(released)
             with self._stream.after(end):
                 run()
             self._stream.synchronize()
 
-        self._copier.submit(self._keep_failure, run_on_stream).result()
-
-    def _keep_failure(self, run: Callable[[], T]) -> T:
-        """After an error all calls raise it: lines may lack their rows. Not after an id outside its table: nothing is
-        placed then."""
-        if self._failure is not None:
-            raise self._failure
-        try:
-            return run()
-        except IdOutOfRange:
-            raise
-        except Exception as error:
-            self._failure = error
-            raise
+        self._thread.run_alone(run_on_stream)
 
 
 def _write_back(bags: Any, *_: Any) -> None:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shardwright.comm.pending import Pending
-from shardwright.embeddings.cached_rows import CachedRows, place_many
+from shardwright.embeddings.cached_rows import CachedRows, copy_moves
 from shardwright.embeddings.cached_shard import Caches, make_cached_rows
 from shardwright.embeddings.growing_rows import GrowingRows
 from shardwright.embeddings.layout import TableGroup, TableShard
@@ -21,7 +20,7 @@ from shardwright.embeddings.row_order import RowOrder
 from shardwright.kernels import embedding
 from shardwright.kernels.arguments import Ids, TableState
 from shardwright.kernels.buffers import BufferPool
-from shardwright.kernels.cache_index import release_many
+from shardwright.kernels.cache_index import BatchRows, place_rows, release_many
 from shardwright.kernels.dedup import unique_rows
 from shardwright.kernels.gradient_sums import GradientSums, sum_gradients
 from shardwright.kernels.initial import CHUNK_ELEMENTS
@@ -39,7 +38,6 @@ class PlacedIds:
     ids: Ids
     update_ids: Ids
     lines: Mapping[int, Tensor]
-    copies: Sequence[Pending[None]]
 
 
 class LocalShards:
@@ -100,25 +98,26 @@ class LocalShards:
         start, end = self.table_group.shards[index].rows
         return end - start
 
-    def place(self, ids: Ids, *, training: bool = False) -> PlacedIds:
-        """Place the rows of a batch on lines, until `release`; without caches, rows are lines. `training`: as
-        `IdMap.place`."""
-        if self.growing:
-            return self._place_growing(ids, training=training)
-        if not self.caches:
-            return PlacedIds(ids, ids, {}, ())
-        rows_U, counts, inverse_N = unique_rows(ids, [self.num_rows(index) for index in range(len(self.weights))])
-        parts, order = rows_U.split(counts), sorted(self.caches)
-        is_all = len(order) == len(parts)
-        cached_U = rows_U if is_all else torch.cat([parts[index] for index in order])
-        placed = place_many([self.caches[index] for index in order], cached_U, [counts[index] for index in order])
-        lines = dict(zip(order, (own for own, _ in placed), strict=True))
-        lines_U = torch.cat([lines.get(index, part) for index, part in enumerate(parts)])
-        copies = [pending for _, pending in placed]
-        on_lines = replace(ids, values=lines_U[inverse_N])
-        return PlacedIds(on_lines, on_lines, lines, copies)
+    def distinct_rows(self, ids: Ids) -> BatchRows:
+        return BatchRows(*unique_rows(ids, [self.num_rows(index) for index in range(len(self.weights))]))
 
-    def _place_growing(self, ids: Ids, *, training: bool) -> PlacedIds:
+    def announce(self, rows: BatchRows) -> None:
+        """Tell the caches which rows a batch will use."""
+        for index, rows_U in enumerate(rows.by_table()):
+            if index in self.caches:
+                self.caches[index].index.announce(rows_U)
+
+    def place(self, ids: Ids, rows: BatchRows, *, announced: bool) -> PlacedIds:
+        """Place the rows of a batch on lines of caches, until `release`, and copy those that are missing."""
+        indices = [self.caches[i].index if i in self.caches else None for i in range(len(self.weights))]
+        placed = place_rows(indices, rows, announced=announced)
+        copy_moves(self.caches, placed.moves)
+        lines = placed.lines_U.split(list(rows.counts))
+        on_lines = replace(ids, values=placed.lines_N)
+        return PlacedIds(on_lines, on_lines, {index: lines[index] for index in sorted(self.caches)})
+
+    def place_growing(self, ids: Ids, *, training: bool) -> PlacedIds:
+        """Place the ids of tables that grow; `training`: as `IdMap.place`."""
         lines_N, update_lines_N = ids.values.long().clone(), ids.values.long().clone()
         spares: dict[int, Tensor] = {}
         for index, rows in self.growing.items():
@@ -131,20 +130,25 @@ class LocalShards:
             spares[index] = placed.spares_S
             if (changed_rows := self.changed_rows[index]) is not None:
                 changed_rows[placed.lines_N if training else placed.fresh_F] = True  # their uses change too
-        return PlacedIds(replace(ids, values=lines_N), replace(ids, values=update_lines_N), spares, ())
+        return PlacedIds(replace(ids, values=lines_N), replace(ids, values=update_lines_N), spares)
+
+    def release_spares(self, placed: PlacedIds) -> None:
+        """End a batch's use of lines in tables that grow."""
+        for index, spares_S in placed.lines.items():
+            self.growing[index].release(spares_S)
+
+    def mark_changed(self, placed: PlacedIds) -> None:
+        """Note that an update has changed the rows on these lines."""
+        for index, lines_U in placed.lines.items():
+            if self.is_trained[index] and (changed_rows := self.changed_rows[index]) is not None:
+                changed_rows[self.caches[index].rows_on(lines_U)] = True
 
     def release(self, placed: PlacedIds, *, written: bool) -> None:
-        """End a batch's use of its lines; `written`: an update has changed them."""
-        for index, spares_S in placed.lines.items() if self.growing else ():
-            self.growing[index].release(spares_S)
+        """End a batch's use of lines of caches; `written`: an update has changed them."""
         if not self.caches or not placed.lines:
             return
+        lines, indices = [*placed.lines.values()], [self.caches[index].index for index in placed.lines]
         is_written = [written and self.is_trained[index] for index in placed.lines]
-        for (index, lines_U), changes in zip(placed.lines.items(), is_written, strict=True):
-            if changes and (changed_rows := self.changed_rows[index]) is not None:
-                changed_rows[self.caches[index].rows_on(lines_U)] = True
-        lines = [*placed.lines.values()]
-        indices = [self.caches[index].index for index in placed.lines]
         release_many(indices, torch.cat(lines), [len(lines_U) for lines_U in lines], is_written)
 
     def update(

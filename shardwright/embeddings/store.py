@@ -45,6 +45,17 @@ class DiskNumbers:
     by_ring: int
 
 
+class PageReaders:
+    """Reads of pages from disk, many in flight: of all stores of a rank, since a disk has one queue."""
+
+    def __init__(self) -> None:
+        native = native_library()
+        if native is None:
+            raise UserError("tables on disk need the compiled kernels, which this installation does not have")
+        self.native, self.handle = native, native.shardwright_page_readers_new(READS_IN_FLIGHT, IO_THREADS)
+        weakref.finalize(self, native.shardwright_page_readers_free, self.handle).atexit = False
+
+
 class DiskStore:
     """Rows in files of a folder of their own (csrc/row_log.cpp).
 
@@ -58,15 +69,14 @@ class DiskStore:
         num_rows: int,
         parts: Sequence[Tensor],
         fill: FillRows,
+        readers: PageReaders,
         *,
         direct: bool = True,
         rounding_key: int = 0,
     ) -> None:
         """`parts`: tensors with the dtypes and row shapes of a stored row. `direct`: bypass the page cache.
         `rounding_key`: of the stochastic rounding of weights that are wider on lines, whenever a line is written."""
-        native = native_library()
-        if native is None:
-            raise UserError("tables on disk need the compiled kernels, which this installation does not have")
+        native = readers.native
         folder.mkdir(parents=True, exist_ok=True)
         if next(folder.iterdir(), None) is not None:
             raise UserError(f"{folder} is not empty: tables on disk need a folder of their own")
@@ -86,7 +96,7 @@ class DiskStore:
         self._record_bytes = row_bytes + RECORD_HEADER_BYTES
         _raise_file_limit()
         self._log = native.shardwright_row_log_new(
-            os.fsencode(folder), num_rows, row_bytes, self._segment_bytes, READS_IN_FLIGHT, IO_THREADS, direct
+            os.fsencode(folder), num_rows, row_bytes, self._segment_bytes, readers.handle, direct
         )
         self._close = weakref.finalize(self, _close, native, self._log, folder)
         self._close.atexit = False  # a generator that is closed later may still use it
@@ -97,21 +107,11 @@ class DiskStore:
 
     def read(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
         """Copy rows to lines; rows that were never written get their initial values."""
-        if parts_L[0].dtype != self._parts[0].dtype:
-            parts_U = self.empty_parts(len(rows_U))
-            self.read(rows_U, torch.arange(len(rows_U)), parts_U)
-            for part_L, part_U in zip(parts_L, parts_U, strict=True):
-                part_L[lines_U] = part_U.to(part_L.dtype)
-            return
-        rows, lines, never = rows_U.contiguous(), lines_U.contiguous(), torch.empty_like(rows_U)
-        pointers, parts = (rows.data_ptr(), lines.data_ptr(), len(rows)), _part_table(parts_L)
-        call = self._native.shardwright_row_log_read
-        num_never = self._raise_if_failed(call(self._log, *pointers, parts.ctypes.data, len(parts), never.data_ptr()))
-        self._fill_lines(rows[never[:num_never]], lines[never[:num_never]], parts_L)
+        read_many([self], rows_U, lines_U, [len(rows_U)], [parts_L])
 
     def write(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
         """Copy lines to rows."""
-        if parts_L[0].dtype != self._parts[0].dtype:
+        if self.is_rounded(parts_L):
             self._num_rounded += 1
             keys_U = row_keys(self._rounding_key, self._num_rounded, rows_U)
             parts_L = [part_L[lines_U] for part_L in parts_L]
@@ -146,7 +146,7 @@ class DiskStore:
         call = self._native.shardwright_row_log_read_snapshot
         arguments = (number, first, len(never), parts.ctypes.data, len(parts), never.data_ptr())
         num = self._raise_if_failed(call(self._log, *arguments))
-        self._fill_lines(first + never[:num], never[:num], parts_U)
+        self.fill_lines(first + never[:num], never[:num], parts_U)
 
     @property
     def numbers(self) -> DiskNumbers:
@@ -158,7 +158,20 @@ class DiskStore:
         """Remove the files."""
         self._close()
 
-    def _fill_lines(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
+    @property
+    def handle(self) -> int:
+        return self._log
+
+    def is_rounded(self, parts_L: Sequence[Tensor]) -> bool:
+        """Whether weights are rounded when these lines are written."""
+        return parts_L[0].dtype != self._parts[0].dtype
+
+    def raise_error(self) -> None:
+        """Raise the first error."""
+        self._raise_if_failed(-1)
+
+    def fill_lines(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
+        """Write the initial values of rows to lines."""
         if not len(rows_U):
             return
         parts_U = [part_L.new_empty(len(rows_U), *part_L.shape[1:]) for part_L in parts_L]
@@ -172,6 +185,42 @@ class DiskStore:
             self._native.shardwright_row_log_error(self._log, text, len(text))
             raise UserError(f"tables on disk: {text.value.decode()}; the last checkpoint is not affected")
         return result
+
+
+def read_many(
+    stores: Sequence[DiskStore],
+    rows_U: Tensor,
+    lines_U: Tensor,
+    counts: Sequence[int],
+    parts_L: Sequence[Sequence[Tensor]],
+) -> None:
+    """Copy rows to lines, as `read` of several stores, so many rows of each; the disk gets all reads at once."""
+    if not stores:
+        return
+    rows, lines = rows_U.split(list(counts)), lines_U.split(list(counts))
+    is_rounded = [store.is_rounded(own) for store, own in zip(stores, parts_L, strict=True)]
+    targets = [
+        store.empty_parts(count) if rounded else own
+        for store, own, count, rounded in zip(stores, parts_L, counts, is_rounded, strict=True)
+    ]
+    at = [torch.arange(len(own)) if rounded else own for own, rounded in zip(lines, is_rounded, strict=True)]
+    all_rows, all_lines, never_U = rows_U.contiguous(), torch.cat(at), torch.empty_like(rows_U)
+    logs, sizes, num_never = torch.tensor([[s.handle for s in stores], counts, [0] * len(stores)])
+    parts = np.concatenate([_part_table(own) for own in targets])
+    pointers = (sizes.data_ptr(), all_rows.data_ptr(), all_lines.data_ptr(), parts.ctypes.data)
+    native, results = native_library(), (never_U.data_ptr(), num_never.data_ptr())
+    assert native is not None
+    failed = native.shardwright_row_logs_read(
+        logs.data_ptr(), len(stores), *pointers, len(parts) // len(stores), *results
+    )
+    if failed >= 0:
+        stores[failed].raise_error()
+    never = never_U.split(list(counts))
+    for number, (store, target) in enumerate(zip(stores, targets, strict=True)):
+        unwritten = never[number][: int(num_never[number])]
+        store.fill_lines(rows[number][unwritten], at[number][unwritten], target)
+        for part_L, part_U in zip(parts_L[number], target, strict=True) if is_rounded[number] else ():
+            part_L[lines[number]] = part_U.to(part_L.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,13 @@ Shape legend: N ids, U distinct rows of a batch, M rows to copy.
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from shardwright.errors import UserError
-from shardwright.kernels.arguments import MAX_TABLE_ROWS, Ids, KernelArguments, sized_structs, validate_ids
 from shardwright.library import native_library
 from shardwright.spec.row_cache import WAYS
 
@@ -51,14 +50,25 @@ class PlacedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedLookups:
-    """`lines_N`: of the ids. The distinct rows, table by table, their lines, and their numbers by table. Moves, of
-    which `num_first` are to be made before the others: (M, 4), with the fields of `MOVE_FIELDS`."""
+class BatchRows:
+    """The distinct rows of a batch, table by table; their numbers by table; which of them each id reads."""
 
-    lines_N: Tensor
     rows_U: Tensor
-    lines_U: Tensor
     counts: Sequence[int]
+    inverse_N: Tensor
+
+    def by_table(self) -> tuple[Tensor, ...]:
+        return self.rows_U.split(list(self.counts))
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedBatch:
+    """Lines of the distinct rows and of the ids. Moves, of which `num_first` are to be made before the others: (M, 4),
+    with the fields of `MOVE_FIELDS`."""
+
+    rows: BatchRows
+    lines_U: Tensor
+    lines_N: Tensor
     moves: Tensor
     num_first: int
 
@@ -90,20 +100,25 @@ class CacheIndex:
         freed.atexit = False  # a generator that is closed later may still use it
 
     def announce(self, rows_U: Tensor) -> None:
-        """Announce the distinct rows of the batch after those announced or placed so far."""
+        """Announce the distinct rows of the batch after those announced so far."""
         rows = _check_numbers(rows_U)
         if self.native.shardwright_cache_announce(self.handle, rows.data_ptr(), len(rows)) < 0:
             raise UserError(
                 f"more than {WINDOW} batches are announced; lower the lead of the stage that announces them"
             )
 
-    def place(self, rows_U: Tensor, scores_U: Tensor | None = None) -> PlacedRows:
-        """Find or make lines for the distinct rows of a batch, and pin them."""
+    def forget(self) -> None:
+        """Forget the announced batches that were not placed."""
+        self.native.shardwright_cache_forget(self.handle)
+
+    def place(self, rows_U: Tensor, scores_U: Tensor | None = None, *, announced: bool = False) -> PlacedRows:
+        """Find or make lines for the distinct rows of a batch, and pin them. `announced`: it is the first of the
+        announced batches that were not placed."""
         if scores_U is not None and (scores_U.dtype != torch.float32 or scores_U.shape != rows_U.shape):
             raise UserError(
                 f"scores are {scores_U.dtype} {tuple(scores_U.shape)}; wanted float32 {tuple(rows_U.shape)}"
             )
-        return place_many([self], rows_U, [len(rows_U)], scores_U)[0]
+        return place_many([self], rows_U, [len(rows_U)], scores_U, announced=announced)[0]
 
     def release(self, lines_U: Tensor, *, written: bool) -> None:
         """End a batch's use of its lines; `written`: it has changed them. May run beside `place`."""
@@ -151,13 +166,18 @@ class CacheIndex:
 
 
 def place_many(
-    indices: Sequence[CacheIndex], rows_U: Tensor, counts: Sequence[int], scores_U: Tensor | None = None
+    indices: Sequence[CacheIndex],
+    rows_U: Tensor,
+    counts: Sequence[int],
+    scores_U: Tensor | None = None,
+    *,
+    announced: bool = False,
 ) -> list[PlacedRows]:
     """`place` of several caches in one call; `rows_U` has `counts` rows of each, one after the other."""
     rows, scores = _check_numbers(rows_U), None if scores_U is None else scores_U.contiguous()
     num, first, first_written = len(indices), 0, 0
     sizes = [count + index.num_away for index, count in zip(indices, counts, strict=True)]
-    batches = _batches_of(indices, counts, sizes)
+    batches = _batches_of(indices, counts, sizes, announced=announced)
     found, written = torch.empty(2, len(rows), dtype=torch.int64), torch.empty(2, sum(sizes), dtype=torch.int64)
     numbers = torch.empty(num, NUMBERS, dtype=torch.int64)
     found_pointers, (*written_pointers, numbers_pointer) = _pointers(found), _pointers((*written, numbers))
@@ -178,33 +198,28 @@ def place_many(
     return placed
 
 
-def place_ids(indices: Sequence[CacheIndex], ids: Ids, table_rows: Sequence[int]) -> PlacedLookups:
-    """Find or make lines for the rows of a batch's ids, and pin them; there is an index for each table."""
-    ids = validate_ids(replace(ids, weights=None), len(indices))
-    if ids.values.device.type != "cpu" or max(table_rows) > MAX_TABLE_ROWS:
-        raise UserError(
-            f"ids on {ids.values.device} of tables of {list(table_rows)} rows; wanted ids on the CPU, and at most "
-            f"{MAX_TABLE_ROWS} rows"
-        )
-    num, num_ids, native = len(indices), len(ids.values), indices[0].native
-    call, tables = KernelArguments(ids, [torch.empty(0)], [0] * num), sized_structs(table_rows)
-    handles = torch.tensor([index.handle for index in indices])
-    rows, lines = torch.empty(2, num_ids, dtype=torch.int64)
-    moves = torch.empty(num_ids + sum(index.num_away for index in indices), len(MOVE_FIELDS), dtype=torch.int64)
-    lines_N = torch.empty(num_ids, dtype=torch.int32)
-    counts, sizes = torch.empty(num, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
-    numbers = torch.empty(num, NUMBERS, dtype=torch.int64)
-    arguments = tables.ctypes.data, num, call.features.ctypes.data, call.lookups.ctypes.data
-    results = _pointers((handles, rows, counts, lines, lines_N, moves, sizes[:1], sizes[1:], numbers))
-    failed = native.shardwright_cache_place_ids(*arguments, *results)
-    if failed < -1:
-        raise indices[-2 - failed].too_few_lines()
-    ids.raise_if_invalid(failed)
-    counts_list, (num_moves, num_first) = counts.tolist(), sizes.tolist()
-    for index, count, counted in zip(indices, counts_list, numbers.tolist(), strict=True):
-        index.count(count, counted)
-    num_rows = sum(counts_list)
-    return PlacedLookups(lines_N, rows[:num_rows], lines[:num_rows], counts_list, moves[:num_moves], num_first)
+def place_rows(indices: Sequence[CacheIndex | None], rows: BatchRows, *, announced: bool = False) -> PlacedBatch:
+    """Find or make lines for the rows of a batch, and pin them; there is an index for each table, or None where lines
+    are rows. `announced`: as in `CacheIndex.place`."""
+    cached = [index for index in indices if index is not None]
+    num, num_rows, native = len(indices), len(rows.rows_U), cached[0].native
+    handles = torch.tensor([0 if index is None else index.handle for index in indices])
+    distinct_rows, counts, inverse_N = rows.rows_U.contiguous(), torch.tensor(rows.counts), rows.inverse_N.contiguous()
+    lines_U, lines_N = torch.empty_like(distinct_rows), torch.empty_like(inverse_N)
+    moves = torch.empty(num_rows + sum(index.num_away for index in cached), len(MOVE_FIELDS), dtype=torch.int64)
+    sizes, numbers = torch.empty(2, dtype=torch.int64), torch.empty(num, NUMBERS, dtype=torch.int64)
+    arguments = handles.data_ptr(), num, announced, *_pointers((distinct_rows, counts, inverse_N)), len(inverse_N)
+    results = _pointers((lines_U, lines_N, moves, sizes[:1], sizes[1:], numbers))
+    failed = native.shardwright_cache_place_rows(*arguments, *results)
+    if failed >= 0:
+        index = indices[failed]
+        assert index is not None
+        raise index.too_few_lines()
+    for index, count, counted in zip(indices, rows.counts, numbers.tolist(), strict=True):
+        if index is not None:
+            index.count(count, counted)
+    num_moves, num_first = sizes.tolist()
+    return PlacedBatch(rows, lines_U, lines_N, moves[:num_moves], num_first)
 
 
 def release_many(
@@ -223,11 +238,13 @@ def _pointers(tensors: Iterable[Tensor]) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 
-def _batches_of(indices: Sequence[CacheIndex], counts: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Handle, rows, first row and first written line of each cache."""
+def _batches_of(
+    indices: Sequence[CacheIndex], counts: Sequence[int], sizes: Sequence[int], *, announced: bool = False
+) -> Tensor:
+    """Handle, rows, first row and first written line of each cache, and whether its batch was announced."""
     firsts, firsts_written = accumulate(counts, initial=0), accumulate(sizes, initial=0)
     rows = zip(indices, counts, firsts, firsts_written, strict=False)
-    return torch.tensor([(index.handle, count, first, written) for index, count, first, written in rows])
+    return torch.tensor([(index.handle, count, first, written, announced) for index, count, first, written in rows])
 
 
 def _check_numbers(numbers: Tensor) -> Tensor:

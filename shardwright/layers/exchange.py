@@ -90,6 +90,17 @@ class Exchange(Announcer, Protocol):
         """
         ...
 
+    def expect(self, ids: Any, /) -> None:
+        """Tell caches which rows a batch will use, so that earlier batches do not evict them.
+
+        Called by stage "expect", in plans that have it, some steps before stage "prefetch" of the batch.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Batches that were expected and not prefetched will not be: a run has ended early."""
+        ...
+
     def prefetch(self, ids: Any, /) -> Pending[Any]:
         """Copy rows that are on disk to memory, or from host memory to GPU memory; the lookup's argument.
 

@@ -93,6 +93,12 @@ class LocalExchange:
     def exchange_ids(self, announced: LocalBatch) -> Pending[Jagged]:
         return ready(announced.ids)
 
+    def expect(self, ids: Jagged) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
     def prefetch(self, ids: Jagged) -> Pending[Jagged]:
         return ready(ids)
 

@@ -10,8 +10,6 @@ from shardwright.errors import UserError
 from shardwright.spec import files, presets
 from shardwright.spec.row_cache import DISK
 
-MAX_AHEAD = 30  # batches that an index takes
-
 
 def cache_sim(
     recipe: Annotated[str, typer.Argument(help="A built-in recipe, or a .toml file.")],
@@ -20,9 +18,6 @@ def cache_sim(
     ] = None,
     sizes: Annotated[str, typer.Option(help="Sizes of the cache, in % of the rows.")] = "1,3,5,10,15,30",
     batches: Annotated[int, typer.Option(min=2, help="Batches to read; the second half is counted.")] = 200,
-    ahead: Annotated[
-        int, typer.Option(min=1, max=MAX_AHEAD, help="Batches read ahead, whose rows are evicted last.")
-    ] = 1,
     cluster: Annotated[
         str, typer.Option(help="A cluster file with a measured disk, to predict the time of misses.")
     ] = "",
@@ -33,8 +28,8 @@ def cache_sim(
 ) -> None:
     """Simulate caches of table rows in front of a disk on a recipe's batches: hits by size and policy, and their cost.
 
-    Compares LRU, LFU, LFU whose counts age, the same with the next batches known, and Belady's optimum, all in a cache
-    of 32 ways. A row counts once per batch.
+    Compares LRU, LFU, LFU whose counts age, the same with the next batches known, as training has it, and Belady's optimum,
+    all in a cache of 32 ways. A row counts once per batch.
 
     \b
     shardwright cache-sim synthetic-dlrm
@@ -58,7 +53,7 @@ def cache_sim(
     console = Console(width=max(Console().width, 120))
     settings = config.load(recipe, overrides or ())
     with console.status("reading batches") as status:
-        found = compare_sizes(settings, shares, batches, ahead, status.update)
+        found = compare_sizes(settings, shares, batches, status.update)
     for title, grid in page.grids(found, tiers.get(DISK)):
         console.print(terminal.rich_table(title, grid))
     for note in page.notes(found, tiers.get(DISK)):

@@ -21,6 +21,7 @@ class PrefetchedRows:
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
         self._batches: list[Any] = []
+        self.expects = False  # whether batches were announced to caches since the last `clear`
 
     def add(self, ids: Any) -> None:
         self._batches.append(ids)
@@ -35,11 +36,14 @@ class PrefetchedRows:
 
     def clear(self) -> None:
         self.release(tuple(self._batches))
+        if self.expects:
+            self._model.sparse.exchange.forget()
+        self.expects = False
 
 
 def disk_functions() -> Mapping[str, TableFunction]:
     """Of plans with rows in slower memory: on disk, or in host memory."""
-    return {"prefetch": _prefetch, "lookup": _lookup, "update": _update}
+    return {"expect": _expect, "prefetch": _prefetch, "lookup": _lookup, "update": _update}
 
 
 def host_batch_functions() -> Mapping[str, TableFunction]:
@@ -62,8 +66,17 @@ def _request_from_host(step: Any, slots: Slots) -> None:
     step.request(slots, slots["host_batch"])
 
 
-@accesses(reads=("ids", "state.lines"), writes=("near", "state.lines", "state.tables.idle"))
+@accesses(reads=("ids", "state.uses"), writes=("expected", "state.uses"))
+def _expect(step: Any, slots: Slots) -> None:
+    slots["expected"] = step.training
+    if step.training:
+        step.prefetched.expects = True
+        step.model.sparse.exchange.expect(slots["ids"])
+
+
+@accesses(reads=("ids", "expected", "state.lines"), writes=("near", "state.lines", "state.tables.idle"))
 def _prefetch(step: Any, slots: Slots) -> None:
+    _ = slots["expected"]
     step.prefetched.add(slots["ids"])
     slots.issue("near", step.model.sparse.exchange.prefetch(slots["ids"]))
 

@@ -159,7 +159,7 @@ class UserLoop:
             raise UserError("id weights get no gradient from tables on several ranks: detach them")
         self._is_looked_up = True
         values = self._announce(batch, features)
-        self._run("ids", "prefetch", "lookup", "meet", "vectors")
+        self._run("ids", "expect", "prefetch", "lookup", "meet", "vectors")
         with self._watch("vectors"):
             vectors = self._slots("forward")["vectors"]
         if sparse.trained:

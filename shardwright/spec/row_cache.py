@@ -1,4 +1,4 @@
-"""Sizes of caches of table rows in front of slower memory: facts of csrc/cache_index.cpp and csrc/row_log.cpp."""
+"""Sizes of caches of table rows in front of slower memory: facts of csrc/cache_index.cpp and csrc/row_files.h."""
 
 from shardwright.spec.workload import Growth
 
@@ -8,7 +8,7 @@ WAYS = 32  # lines of a set
 LINE_BYTES = 42  # of the index in memory, for each line
 PAGE_BYTES = 4096  # of a read from disk
 RECORD_HEADER_BYTES = 8  # before each written row
-READS_IN_FLIGHT = 64  # of pages, through io_uring
+READS_IN_FLIGHT = 128  # of pages, through io_uring
 IO_THREADS = 16  # that read pages where the system has no io_uring
 ROW_INDEX_BYTES = 4  # in memory, for each row of a table with rows on disk
 SAVED_ROW_BYTES = (
@@ -17,6 +17,7 @@ SAVED_ROW_BYTES = (
 DISK_SPACE = 2.0  # bytes of files at most, per byte of rows: a file with more rows out of date than not is rewritten
 STEPS_IN_FLIGHT = 2  # whose rows are on lines at a time: of this step and of the next
 ID_MAP_BYTES = 168  # at most, of the map of ids in memory while it grows, for each row of a table that grows
+KNOWN_BATCHES = 3  # after the one that is placed: caches know their rows and evict them last
 HALF_LIFE_BATCHES = 100  # after which a use counts half in the score by which rows are evicted
 
 

@@ -18,7 +18,7 @@
 
 struct IndexBatch {
   void* index;
-  int64_t n, first, first_written;
+  int64_t n, first, first_written, announced;
 };
 
 extern "C" {
@@ -31,9 +31,15 @@ void shardwright_cache_release(const IndexBatch*, int64_t, const int64_t*, const
 void shardwright_cache_find(const void*, const int64_t*, int64_t, int64_t*);
 int64_t shardwright_cache_list(void*, int64_t*, int64_t*, int64_t, int64_t);
 int64_t shardwright_cache_away(const void*);
-void* shardwright_row_log_new(const char*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t);
+void shardwright_cache_forget(void*);
+int64_t shardwright_cache_place_rows(void* const*, int64_t, int64_t, const int64_t*, const int64_t*, const int64_t*,
+                                     int64_t, int64_t*, int64_t*, void*, int64_t*, int64_t*, void*);
+void* shardwright_page_readers_new(int64_t, int64_t);
+void shardwright_page_readers_free(void*);
+void* shardwright_row_log_new(const char*, int64_t, int64_t, int64_t, const void*, int64_t);
 void shardwright_row_log_free(void*);
-int64_t shardwright_row_log_read(void*, const int64_t*, const int64_t*, int64_t, const void*, int64_t, int64_t*);
+int64_t shardwright_row_logs_read(void* const*, int64_t, const int64_t*, const int64_t*, const int64_t*,
+                                  const RowPart*, int64_t, int64_t*, int64_t*);
 int64_t shardwright_row_log_write(void*, const int64_t*, const int64_t*, int64_t, const void*, int64_t);
 int64_t shardwright_row_log_compact(void*, double, int64_t);
 int64_t shardwright_row_log_snapshot(void*);
@@ -66,31 +72,66 @@ std::vector<int64_t> distinct_rows(int64_t num_rows, int64_t n) {
   return {rows.begin(), rows.end()};
 }
 
+// Places distinct rows as shardwright_cache_place does, with the call for ids, each of which reads two rows.
+void place_rows(void* index, int64_t announced, const std::vector<int64_t>& rows, std::vector<int64_t>& lines,
+                std::vector<int64_t>& missing, std::vector<int64_t>& written_lines, std::vector<int64_t>& written_rows,
+                std::vector<int64_t>& counts) {
+  struct Move {
+    int64_t table, line, new_row, old_row;
+  };
+  const int64_t n = rows.size();
+  std::vector<int64_t> inverse(2 * n), lines_of_ids(2 * n);
+  for (int64_t i = 0; i < 2 * n; ++i) inverse[i] = i / 2;
+  std::vector<Move> moves(written_lines.size());
+  int64_t num_moves = 0, num_first = 0;
+  check(shardwright_cache_place_rows(&index, 1, announced, rows.data(), &n, inverse.data(), 2 * n, lines.data(),
+                                     lines_of_ids.data(), moves.data(), &num_moves, &num_first, counts.data()) < 0,
+        "a batch has no place");
+  for (int64_t i = 0; i < 2 * n; ++i) check(lines_of_ids[i] == lines[i / 2], "a line of an id");
+  int64_t num_missing = 0, num_written = 0;
+  for (int64_t i = 0; i < num_moves; ++i) {
+    const Move& move = moves[i];
+    if (move.old_row >= 0) written_lines[num_written] = move.line, written_rows[num_written++] = move.old_row;
+    for (int64_t at = 0; move.new_row >= 0 && at < n; ++at)
+      if (rows[at] == move.new_row) missing[num_missing++] = at;
+  }
+  check(num_missing == counts[0] && num_written == counts[1], "moves");
+}
+
 // Trains rows through a cache in front of files; each has its value twice, once in each of two tensors.
 void train(int64_t in_flight, int64_t num_steps) {
   constexpr int64_t kRows = 3000, kSets = 24, kLines = 32 * kSets, kBatch = 150;
   const std::filesystem::path folder = std::filesystem::temp_directory_path() / ("rows-" + std::to_string(getpid()));
   std::filesystem::create_directory(folder);
-  void* log = shardwright_row_log_new(folder.c_str(), kRows, 16, 1 << 20, in_flight, 4, 0);
+  void* readers = shardwright_page_readers_new(in_flight, 4);
+  void* log = shardwright_row_log_new(folder.c_str(), kRows, 16, 1 << 20, readers, 0);
+  shardwright_page_readers_free(readers);
   void* index = shardwright_cache_new(kSets, 8);
   std::vector<int64_t> table(kRows), first(kLines), second(kLines);
   const RowPart parts[] = {{reinterpret_cast<char*>(first.data()), 8}, {reinterpret_cast<char*>(second.data()), 8}};
   for (int64_t step = 0; step < num_steps; ++step) {
     const std::vector<int64_t> rows = distinct_rows(kRows, 1 + pick(kBatch));
     const int64_t n = rows.size(), room = n + shardwright_cache_away(index);
-    if (step % 3 == 0) shardwright_cache_announce(index, rows.data(), n);
+    if (step % 17 == 16) shardwright_cache_forget(index);
+    const int64_t announced = step % 3 == 0;
+    if (announced) shardwright_cache_announce(index, rows.data(), n);
     std::vector<int64_t> lines(n), missing(n), written_lines(room), written_rows(room), counts(5), old_rows(n), never(room);
-    const IndexBatch batch{index, n, 0, 0};
-    check(shardwright_cache_place(&batch, 1, rows.data(), nullptr, lines.data(), missing.data(), old_rows.data(),
-                                  written_lines.data(), written_rows.data(), counts.data()) < 0,
-          "a batch has no place");
+    const IndexBatch batch{index, n, 0, 0, announced};
+    if (step % 2) {
+      check(shardwright_cache_place(&batch, 1, rows.data(), nullptr, lines.data(), missing.data(), old_rows.data(),
+                                    written_lines.data(), written_rows.data(), counts.data()) < 0,
+            "a batch has no place");
+    } else {
+      place_rows(index, announced, rows, lines, missing, written_lines, written_rows, counts);
+    }
     check(shardwright_row_log_write(log, written_rows.data(), written_lines.data(), counts[1], parts, 2), "write");
     std::vector<int64_t> new_rows(counts[0]), new_lines(counts[0]);
     for (int64_t i = 0; i < counts[0]; ++i) new_rows[i] = rows[missing[i]], new_lines[i] = lines[missing[i]];
     never.resize(counts[0]);
-    const int64_t num_never =
-        shardwright_row_log_read(log, new_rows.data(), new_lines.data(), counts[0], parts, 2, never.data());
-    check(num_never >= 0, "read");
+    int64_t num_never = 0;
+    check(shardwright_row_logs_read(&log, 1, counts.data(), new_rows.data(), new_lines.data(), parts, 2, never.data(),
+                                    &num_never) < 0,
+          "read");
     for (int64_t i = 0; i < num_never; ++i) first[new_lines[never[i]]] = second[new_lines[never[i]]] = 0;
     for (int64_t i = 0; i < n; ++i) {
       check(first[lines[i]] == table[rows[i]] && second[lines[i]] == table[rows[i]], "a row on a line");

@@ -17,7 +17,7 @@ build() { # build COMPILER FLAGS...: compile the driver and the kernels
     -c csrc/adam_kernels.cpp -o "$out/adam.o"
   "$compiler" -std=c++17 -g -O1 -fopenmp -w "$@" csrc/{levels,lookup,sort,update,ids,jagged,pairs,adam,squares}.cpp \
     tests/native/driver.cpp "$out"/{rows,pairs,adam}.o -o "$out/driver"
-  "$compiler" -std=c++17 -g -O1 -fopenmp -pthread -w "$@" csrc/{cache_index,id_map,row_log,memory}.cpp \
+  "$compiler" -std=c++17 -g -O1 -fopenmp -pthread -w "$@" csrc/{cache_index,cached_ids,id_map,row_log,memory}.cpp \
     tests/native/cache_driver.cpp -o "$out/cache_driver"
 }
 

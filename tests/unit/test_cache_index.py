@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import UserError
-from shardwright.kernels.arguments import IdOutOfRange, Ids
-from shardwright.kernels.cache_index import LFU, LRU, CacheIndex, place_ids, place_many, release_many
+from shardwright.kernels.arguments import Ids
+from shardwright.kernels.cache_index import LFU, LRU, BatchRows, CacheIndex, place_many, place_rows, release_many
 from shardwright.kernels.dedup import unique_rows
 from shardwright.spec.row_cache import WAYS
 
@@ -132,7 +132,7 @@ def test_misses_and_evictions_equal_those_of_a_simulator(case, overlapped):
             announced += 1
         scores = [float(hash(row) % 5) for row in rows] if has_scores else [0.0] * len(rows)
         rows_U = torch.tensor(rows, dtype=torch.int64)
-        placed = index.place(rows_U, torch.tensor(scores) if has_scores else None)
+        placed = index.place(rows_U, torch.tensor(scores) if has_scores else None, announced=ahead > 0)
         missing, evicted = simulator.place(rows, scores)
         assert sorted(rows_U[placed.missing_U].tolist()) == sorted(missing)
         assert set(placed.written_rows.tolist()) == evicted
@@ -189,8 +189,14 @@ def test_too_many_announced_batches_are_refused():
         index.announce(torch.arange(3))
     with pytest.raises(UserError, match="more than 31 batches are announced"):
         index.announce(torch.arange(3))
-    index.place(torch.arange(3))
+    index.place(torch.arange(3))  # not announced
+    with pytest.raises(UserError, match="more than 31 batches are announced"):
+        index.announce(torch.arange(3))
+    index.place(torch.arange(3), announced=True)
     index.announce(torch.arange(3))
+    index.forget()
+    for _ in range(31):
+        index.announce(torch.arange(3))
 
 
 def test_threads_do_not_change_what_is_missing():
@@ -250,10 +256,9 @@ def test_ids_are_placed_as_their_distinct_rows_and_moves_pair_old_and_new_rows()
         ids = Ids(values, torch.tensor([0, 24, 44, 68]), None, [0, 1, 0], [0] * 3)
         rows_U, counts, inverse_N = unique_rows(ids, table_rows)
         expected = place_many(twins, rows_U, counts)
-        placed = place_ids(indices, ids, table_rows)
-        assert torch.equal(placed.rows_U, rows_U) and list(placed.counts) == counts
+        placed = place_rows(indices, BatchRows(rows_U, counts, inverse_N))
         assert torch.equal(placed.lines_U, torch.cat([each.lines_U for each in expected]))
-        assert torch.equal(placed.lines_N.long(), placed.lines_U[inverse_N])
+        assert torch.equal(placed.lines_N, placed.lines_U[inverse_N])
         moves = placed.moves.tolist()
         written = sorted((table, line, old) for table, line, _, old in moves if old >= 0)
         assert written == sorted(
@@ -279,15 +284,29 @@ def test_ids_are_placed_as_their_distinct_rows_and_moves_pair_old_and_new_rows()
     assert sum(index.counts.conflicts for index in indices) > 0
 
 
-def test_place_ids_raises_for_ids_outside_and_too_few_lines():
-    ids = Ids(torch.tensor([1, 2, 150]), torch.tensor([0, 2, 3]), None, [0, 1], [0, 0])
-    indices = [CacheIndex(32, 100, name) for name in ("first", "second")]
-    with pytest.raises(IdOutOfRange) as error:
-        place_ids(indices, ids, [150, 150])
-    assert (error.value.feature, error.value.id) == (1, 150)
-    ids = Ids(torch.arange(40), torch.tensor([0, 0, 40]), None, [0, 1], [0, 0])
+def test_too_few_lines_of_a_table_are_named_and_tables_without_cache_keep_their_rows():
+    ids = Ids(torch.arange(40).repeat(2), torch.tensor([0, 40, 80]), None, [0, 1], [0, 0])
+    rows = BatchRows(*unique_rows(ids, [150, 150]))
+    placed = place_rows([None, CacheIndex(64, 100, "second")], rows)
+    assert torch.equal(placed.lines_N[:40], torch.arange(40)) and {*placed.moves[:, 0].tolist()} == {1}
+    indices = [CacheIndex(64, 100, "first"), CacheIndex(32, 100, "second")]
     with pytest.raises(UserError, match='table "second": the rows of the batches in flight do not fit in the 32 lines'):
-        place_ids(indices, ids, [150, 150])
+        place_rows(indices, rows)
+
+
+def test_rows_of_announced_batches_are_kept_and_forgotten_with_them():
+    """Of 32 lines, rows 0 to 9 are used again in the batch after the next; other batches may be placed in between."""
+    for forget in (False, True):
+        index = CacheIndex(WAYS, LRU)
+        batches = [torch.arange(10), torch.arange(100, 100 + WAYS - 10), torch.arange(200, 210), torch.arange(10)]
+        for rows_U in batches:
+            index.announce(rows_U)
+        for number, rows_U in enumerate(batches[:3]):
+            if number == 2 and forget:
+                index.forget()
+            index.release(index.place(rows_U, announced=not (forget and number == 2)).lines_U, written=False)
+            index.release(index.place(rows_U).lines_U, written=False)  # an evaluation, which was not announced
+        assert bool((index.find(batches[3]) >= 0).all()) != forget
 
 
 def test_several_indices_are_placed_on_several_threads_as_on_one():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.embeddings import store as stores
-from shardwright.embeddings.store import DiskStore
+from shardwright.embeddings.store import DiskStore, PageReaders
 from shardwright.errors import UserError
 from shardwright.kernels.cache_index import CacheIndex
 
@@ -56,7 +56,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(stores, "SEGMENT_BYTES", 1 << 20)
     if request.param == "threads":
         monkeypatch.setattr(stores, "READS_IN_FLIGHT", 0)
-    return DiskStore(tmp_path / "rows", ROWS, lines_of(1), initial, direct=False)
+    return DiskStore(tmp_path / "rows", ROWS, lines_of(1), initial, PageReaders(), direct=False)
 
 
 def has_io_uring() -> bool:
@@ -92,7 +92,7 @@ def test_rows_behind_a_cache_equal_a_plain_table(tmp_path_factory, seed, num_set
     batches = [rng.permutation(ROWS)[: rng.integers(0, 20)].tolist() for _ in range(60)]
     table = plain_table()
     if on_disk:
-        store = DiskStore(tmp_path_factory.mktemp("rows"), ROWS, lines_of(1), initial, direct=False)
+        store = DiskStore(tmp_path_factory.mktemp("rows"), ROWS, lines_of(1), initial, PageReaders(), direct=False)
     else:
         store = MemoryStore(plain_table())
     train(store, batches, 32 * num_sets, table)
@@ -152,7 +152,7 @@ def test_a_full_disk_is_named(tmp_path: Path):
     import resource
     import signal
 
-    disk = DiskStore(tmp_path / "rows", 100_000, lines_of(1), initial, direct=False)
+    disk = DiskStore(tmp_path / "rows", 100_000, lines_of(1), initial, PageReaders(), direct=False)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
@@ -168,4 +168,4 @@ def test_a_full_disk_is_named(tmp_path: Path):
 def test_a_folder_in_use_is_refused(tmp_path: Path):
     (tmp_path / "mine").write_text("")
     with pytest.raises(UserError, match="is not empty"):
-        DiskStore(tmp_path, 10, lines_of(1), initial)
+        DiskStore(tmp_path, 10, lines_of(1), initial, PageReaders())

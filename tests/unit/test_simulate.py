@@ -65,7 +65,7 @@ def leaf_stages(stages):
 
 def test_one_batch_runs_the_stages_with_most_lead_first():
     names = [stage.name for stage in sort_by_lead(step_stages(prefetch=True, ids_after="gradients"))]
-    first = ["read", "to_device", "request", "lengths", "ids", "prefetch", "lookup"]
+    first = ["read", "to_device", "request", "lengths", "ids", "expect", "prefetch", "lookup"]
     assert names[: len(first)] == first and names[-1] == "emit"
     stages = (Stage("work", "main", ("x",)), Stage("load", "main", (), ("x",), lead=1), Stage("stop", "main"))
     log = []

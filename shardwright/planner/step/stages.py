@@ -4,7 +4,8 @@ Numbers are leads, with several ranks: `i+2` runs two batches ahead of batch i, 
 step. One rank has no communication to overlap, so its leads are 0, except copies to a GPU and prefetch.
 
 lane read   read i+3
-lane host   copy to the device i+2; prefetch i+1, where a table has rows in a slower memory tier
+lane host   copy to the device i+2; where a table has rows in a slower memory tier: expect i+4, prefetch i+1; read,
+            request, lengths and ids then run four batches earlier
 main        request i+2; lookup i; forward i: bottom, then top; backward i: top, then bottom; update; optimizer step
 lane ids    lengths i+2 and ids i+1 (all-to-all): before batch i, or after batch i's vectors or gradients
 lane wire   vectors i (all-to-all), overlapped with the bottom's forward; gradients i, overlapped with its backward.
@@ -20,11 +21,16 @@ from types import MappingProxyType
 from shardwright.spec.calls import without_leads
 from shardwright.spec.lanes import DENSE, HOST, IDS, MAIN, READ, WIRE
 from shardwright.spec.plan import Stage
+from shardwright.spec.row_cache import KNOWN_BATCHES
 from shardwright.spec.stage_checks import ORDERING_SLOT, is_persistent, sort_by_lead
 
 Bodies = tuple[tuple[Stage, ...], tuple[Stage, ...]]  # the stages inside the forward and inside the backward stage
 # Leads by stage, other stages have 0: of several ranks, of one rank on a CPU and on a GPU.
-OVERLAPPED = MappingProxyType({"read": 3, "to_device": 2, "request": 2, "lengths": 2, "ids": 1, "prefetch": 1})
+OVERLAPPED = MappingProxyType({"read": 3, "to_device": 2, "request": 2, "lengths": 2, "ids": 1})
+# With caches: ids are there as many batches ahead as the caches know, and not waited for.
+CACHED = MappingProxyType(
+    {name: lead + 1 + KNOWN_BATCHES for name, lead in OVERLAPPED.items()} | {"expect": 1 + KNOWN_BATCHES, "prefetch": 1}
+)
 # Of a pipeline: batches of the next step are announced while this step runs.
 PIPELINED = MappingProxyType({"read": 1, "to_device": 1, "request": 1, "lengths": 1})
 ONE_RANK = MappingProxyType[str, int]({})
@@ -52,8 +58,10 @@ DENSE_BACKWARD_BODY = (
     Stage("reduce", DENSE, ("gradients.top",), REDUCED_SLOTS, per="step"),
 )
 NO_BODIES: Bodies = ((), ())
+# Tells the caches which rows a batch will use.
+EXPECT = Stage("expect", HOST, ("ids", "state.uses"), ("expected", "state.uses"))
 # Holds the lines of a batch in "near" until its update; evicts and fills lines that no batch holds.
-PREFETCH = Stage("prefetch", HOST, ("ids", "state.lines"), ("near", "state.lines", "state.tables.idle"))
+PREFETCH = Stage("prefetch", HOST, ("ids", "expected", "state.lines"), ("near", "state.lines", "state.tables.idle"))
 
 
 def pipeline_stages() -> tuple[Stage, ...]:
@@ -74,7 +82,7 @@ def pipeline_stages() -> tuple[Stage, ...]:
 def step_stages(
     *,
     has_tables: bool = True,
-    leads: Mapping[str, int] = OVERLAPPED,
+    leads: Mapping[str, int] | None = None,
     prefetch: bool = False,
     ids_after: str = "read",
     host_reduce: bool = False,
@@ -88,6 +96,7 @@ def step_stages(
     hosts. `bodies`: the parts of the forward and backward stage that the simulator models.
     """
     ordering = (ORDERING_SLOT,) if ids_after != "read" else ()
+    leads = (CACHED if prefetch else OVERLAPPED) if leads is None else leads
     # Without tables, forward waits until all ranks have announced the batch; with tables, the exchange of ids does.
     vectors, ids, announced = (("vectors",), ("ids",), ()) if has_tables else ((), (), ("lengths",))
     gradients = ("gradients.met" if host_reduce else "gradients.tables",) if has_tables else ()
@@ -122,7 +131,7 @@ def _announcing_stages(has_tables: bool, prefetch: bool, ordering: tuple[str, ..
     if has_tables:
         stages.append(Stage("ids", IDS, ("lengths", *ordering), ("ids",)))
     if prefetch:
-        stages.append(PREFETCH)
+        stages += [EXPECT, PREFETCH]
     return stages
 
 
@@ -172,7 +181,7 @@ def evaluation_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 
 def with_prefetch(stages: Sequence[Stage], *, from_host: bool = False) -> tuple[Stage, ...]:
-    """The stages with "prefetch", one batch ahead; `from_host`: "request" reads the ids from host memory."""
+    """The stages with "expect" and "prefetch", which run ahead; `from_host`: "request" reads the ids from host memory."""
     if has_prefetch(stages):
         return tuple(stages)
     found: list[Stage] = []
@@ -181,9 +190,10 @@ def with_prefetch(stages: Sequence[Stage], *, from_host: bool = False) -> tuple[
             stage = replace(stage, reads=("ids", "near", *stage.reads[1:]))
         if stage.name == "request" and from_host:
             stage = replace(stage, reads=("host_batch", "weight"))
-        found.append(replace(stage, lead=max(stage.lead, OVERLAPPED.get(stage.name, 0))))
+        keeps_lead = from_host and stage.name == "to_device"
+        found.append(stage if keeps_lead else replace(stage, lead=max(stage.lead, CACHED.get(stage.name, 0))))
         if stage.name == "ids":
-            found.append(replace(PREFETCH, lead=OVERLAPPED["prefetch"]))
+            found += [replace(each, lead=CACHED[each.name]) for each in (EXPECT, PREFETCH)]
     return tuple(found)
 
 

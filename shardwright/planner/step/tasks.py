@@ -152,6 +152,7 @@ def stage_tasks(problem: Problem, placed: PlacedTables, loads: RankLoads) -> dic
         "request": Task(seconds=_request_seconds(problem, placed, table_loads)),
         "lengths": traffic.even_all_to_all_task(problem, REQUEST_HEADER_BYTES * cluster.num_ranks),
         "ids": traffic.exchange_task(problem, traffic.id_traffic(problem, placed)),
+        "expect": Task(kind="copy"),
         "prefetch": Task(seconds=tuple(loads.prefetch_R), kind="copy"),
         "lookup": Task(seconds=tuple(lookup_R)),
         "meet": _lengthen_task(reduce, 2 * adding) if reduce.is_collective else reduce,

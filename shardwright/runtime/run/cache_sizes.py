@@ -23,7 +23,7 @@ from shardwright.runtime.run import recipe
 from shardwright.spec.cache_hits import RecordedHits
 from shardwright.spec.cluster import Tier
 from shardwright.spec.optimizer import state_shapes
-from shardwright.spec.row_cache import HALF_LIFE_BATCHES, PAGE_BYTES, RECORD_HEADER_BYTES, WAYS
+from shardwright.spec.row_cache import HALF_LIFE_BATCHES, KNOWN_BATCHES, PAGE_BYTES, RECORD_HEADER_BYTES, WAYS
 from shardwright.spec.workload import CacheHits, Table
 
 
@@ -86,7 +86,6 @@ def compare_sizes(
     settings: Settings,
     shares: Sequence[float],
     num_batches: int,
-    ahead: int,
     report: Callable[[str], None],
 ) -> CacheSizes:
     """Record the accesses of a recipe's first batches, and simulate caches of these shares of the rows."""
@@ -99,7 +98,7 @@ def compare_sizes(
             "a smaller train.batch_size"
         )
     cached = tuple(table for table in tables if _holds_batches(table, min(useful)))
-    compared, sizes = policies(HALF_LIFE_BATCHES, ahead), list[CacheSize]()
+    compared, sizes = policies(HALF_LIFE_BATCHES, KNOWN_BATCHES), list[CacheSize]()
     for share in useful:
         hits: dict[str, dict[str, Hits]] = {policy.name: {} for policy in compared}
         lines = [num_lines(table, share) for table in cached]

@@ -1,0 +1,53 @@
+"""A thread that places the batches of a rank on lines of caches, and copies rows."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from shardwright.comm.pending import Pending
+from shardwright.kernels.arguments import IdOutOfRange
+from shardwright.kernels.native import use_threads
+
+T = TypeVar("T")
+NUM_THREADS = 4  # of the kernels that find lines for a batch, beside the thread that runs the step
+
+
+class PlacingThread:
+    """Runs one function after the other. What steps defer, such as the release of lines, runs before the next function
+    that is submitted after it: so which rows are evicted does not depend on which thread is faster."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, "rows", use_threads, (NUM_THREADS,))
+        self._deferred: list[Callable[[], None]] = []
+        self._failure: Exception | None = None
+
+    def submit(self, run: Callable[[], T]) -> Pending[T]:
+        deferred, self._deferred = self._deferred, []
+
+        def run_after() -> T:
+            for each in deferred:
+                self._keep_failure(each)
+            return self._keep_failure(run)
+
+        return Pending(self._executor.submit(run_after).result)
+
+    def defer(self, run: Callable[[], None]) -> None:
+        """Run this before the next function that is submitted."""
+        self._deferred.append(run)
+
+    def run_alone(self, run: Callable[[], T]) -> T:
+        """Run this after all that was submitted or deferred, and wait for it."""
+        return self.submit(run).wait()
+
+    def _keep_failure(self, run: Callable[[], Any]) -> Any:
+        """After an error all functions raise it: lines may lack their rows. Not after an id outside its table: nothing
+        is placed then."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return run()
+        except IdOutOfRange:
+            raise
+        except Exception as error:
+            self._failure = error
+            raise

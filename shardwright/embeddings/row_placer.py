@@ -1,0 +1,86 @@
+"""Places the batches of a rank on lines of caches in front of rows on disk, in a thread of its own.
+
+Phases: expect      find the distinct rows of a batch, and announce them to the caches
+        prefetch    find lines for them, copy what is missing
+        release     end the use of the lines
+"""
+
+from collections.abc import Sequence
+from time import perf_counter
+
+from shardwright.comm.pending import Pending, ready
+from shardwright.embeddings.local_shards import LocalShards, PlacedIds
+from shardwright.embeddings.placing_thread import PlacingThread
+from shardwright.embeddings.routed_batch import RoutedBatch
+
+
+class RowPlacer:
+    """`thread`: None without caches."""
+
+    def __init__(self, local_shards: Sequence[LocalShards], thread: PlacingThread | None) -> None:
+        self._local_shards = local_shards
+        self._thread = thread if any(local.caches for local in local_shards) else None
+        self.waited_seconds = 0.0  # that steps have waited for rows to be copied
+
+    def expect(self, routed: RoutedBatch) -> None:
+        """Announce a batch: it is placed after those announced before."""
+        if self._thread is None:
+            return
+
+        def announce() -> None:
+            parts = zip(self._local_shards, routed.incoming, strict=True)
+            rows = [local.distinct_rows(request.ids) if local.caches else None for local, request in parts]
+            for local, own in zip(self._local_shards, rows, strict=True):
+                if own is not None:
+                    local.announce(own)
+            routed.announced[:] = rows
+
+        self._thread.submit(announce)
+
+    def forget(self) -> None:
+        """Forget announced batches that will not be placed."""
+        if self._thread is not None:
+            caches = [cached for local in self._local_shards for cached in local.caches.values()]
+            self._thread.defer(lambda: [cached.index.forget() for cached in caches].clear())
+
+    def prefetch(self, routed: RoutedBatch) -> Pending[RoutedBatch]:
+        """Find lines for the rows of a batch, and copy those that are missing."""
+
+        def place() -> None:
+            announced = bool(routed.announced)
+            rows = routed.announced or [None] * len(self._local_shards)
+            for index, (local, request, own) in enumerate(zip(self._local_shards, routed.incoming, rows, strict=True)):
+                if local.caches:
+                    own = local.distinct_rows(request.ids) if own is None else own
+                    routed.placed[index] = local.place(request.ids, own, announced=announced)
+
+        routed.placed[:] = [PlacedIds(request.ids, request.ids, {}) for request in routed.incoming]
+        if self._thread is None:
+            return ready(routed)
+        placed = self._thread.submit(place)
+
+        def wait() -> RoutedBatch:
+            start = perf_counter()
+            placed.wait()
+            self.waited_seconds += perf_counter() - start
+            return routed
+
+        return Pending(wait)
+
+    def release(self, routed: RoutedBatch, *, written: bool) -> None:
+        """End a batch's use of its lines; `written`: an update has changed them."""
+        for batch in routed.lookups:
+            for local, placed in zip(self._local_shards, batch.placed, strict=bool(batch.placed)):
+                if local.growing:
+                    local.release_spares(placed)
+                elif written and placed.lines:
+                    local.mark_changed(placed)
+            if self._thread is not None and batch.placed:
+                self._thread.defer(lambda batch=batch: self._release(batch, written))
+            else:
+                batch.placed.clear()
+
+    def _release(self, batch: RoutedBatch, written: bool) -> None:  # noqa: FBT001
+        for local, placed in zip(self._local_shards, batch.placed, strict=True):
+            local.release(placed, written=written)
+        batch.placed.clear()
