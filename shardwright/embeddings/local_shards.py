@@ -8,6 +8,7 @@ Shape legend: E rows of a shard, D its columns, U distinct rows, N ids, S spare 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -107,14 +108,14 @@ class LocalShards:
             if index in self.caches:
                 self.caches[index].index.announce(rows_U)
 
-    def place(self, ids: Ids, rows: BatchRows, *, announced: bool) -> PlacedIds:
-        """Place the rows of a batch on lines of caches, until `release`, and copy those that are missing."""
+    def place(self, ids: Ids, rows: BatchRows, *, announced: bool) -> tuple[PlacedIds, Callable[[], None]]:
+        """Place the rows of a batch on lines of caches, until `release`; the function copies those that are missing."""
         indices = [self.caches[i].index if i in self.caches else None for i in range(len(self.weights))]
         placed = place_rows(indices, rows, announced=announced)
-        copy_moves(self.caches, placed.moves)
         lines = placed.lines_U.split(list(rows.counts))
         on_lines = replace(ids, values=placed.lines_N)
-        return PlacedIds(on_lines, on_lines, {index: lines[index] for index in sorted(self.caches)})
+        own = {index: lines[index] for index in sorted(self.caches)}
+        return PlacedIds(on_lines, on_lines, own), partial(copy_moves, self.caches, placed.moves)
 
     def place_growing(self, ids: Ids, *, training: bool) -> PlacedIds:
         """Place the ids of tables that grow; `training`: as `IdMap.place`."""

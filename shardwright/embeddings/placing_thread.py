@@ -1,4 +1,4 @@
-"""A thread that places the batches of a rank on lines of caches, and copies rows."""
+"""Threads that place the batches of a rank on lines of caches, and that copy rows."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +13,13 @@ NUM_THREADS = 4  # of the kernels that find lines for a batch, beside the thread
 
 
 class PlacingThread:
-    """Runs one function after the other. What steps defer, such as the release of lines, runs before the next function
+    """Runs one function after the other; what these hand to `copy` runs in a second thread, in the same order, so that
+    the next batch is placed while rows of this one are copied. What steps defer, such as the release of lines, runs before the next function
     that is submitted after it: so which rows are evicted does not depend on which thread is faster."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "rows", use_threads, (NUM_THREADS,))
+        self._copier = ThreadPoolExecutor(1, "row copies", use_threads, (NUM_THREADS,))
         self._deferred: list[Callable[[], None]] = []
         self._failure: Exception | None = None
 
@@ -35,9 +37,13 @@ class PlacingThread:
         """Run this before the next function that is submitted."""
         self._deferred.append(run)
 
+    def copy(self, run: Callable[[], T]) -> Pending[T]:
+        """Run this in the second thread; called by functions that were submitted."""
+        return Pending(self._copier.submit(self._keep_failure, run).result)
+
     def run_alone(self, run: Callable[[], T]) -> T:
-        """Run this after all that was submitted or deferred, and wait for it."""
-        return self.submit(run).wait()
+        """Run this after all that was submitted, deferred or copied, and wait for it."""
+        return self.submit(lambda: self.copy(run)).wait().wait()
 
     def _keep_failure(self, run: Callable[[], Any]) -> Any:
         """After an error all functions raise it: lines may lack their rows. Not after an id outside its table: nothing

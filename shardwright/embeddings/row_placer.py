@@ -1,11 +1,11 @@
-"""Places the batches of a rank on lines of caches in front of rows on disk, in a thread of its own.
+"""Places the batches of a rank on lines of caches in front of rows on disk, in threads of their own.
 
 Phases: expect      find the distinct rows of a batch, and announce them to the caches
         prefetch    find lines for them, copy what is missing
         release     end the use of the lines
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from shardwright.comm.pending import Pending, ready
@@ -46,22 +46,24 @@ class RowPlacer:
     def prefetch(self, routed: RoutedBatch) -> Pending[RoutedBatch]:
         """Find lines for the rows of a batch, and copy those that are missing."""
 
-        def place() -> None:
-            announced = bool(routed.announced)
+        def place() -> Pending[None]:
+            announced, copies = bool(routed.announced), list[Callable[[], None]]()
             rows = routed.announced or [None] * len(self._local_shards)
             for index, (local, request, own) in enumerate(zip(self._local_shards, routed.incoming, rows, strict=True)):
                 if local.caches:
                     own = local.distinct_rows(request.ids) if own is None else own
-                    routed.placed[index] = local.place(request.ids, own, announced=announced)
+                    routed.placed[index], copy = local.place(request.ids, own, announced=announced)
+                    copies.append(copy)
+            return thread.copy(lambda: [copy() for copy in copies].clear())
 
         routed.placed[:] = [PlacedIds(request.ids, request.ids, {}) for request in routed.incoming]
-        if self._thread is None:
+        if (thread := self._thread) is None:
             return ready(routed)
-        placed = self._thread.submit(place)
+        placed = thread.submit(place)
 
         def wait() -> RoutedBatch:
             start = perf_counter()
-            placed.wait()
+            placed.wait().wait()
             self.waited_seconds += perf_counter() - start
             return routed
 

@@ -329,7 +329,7 @@ def test_errors_name_ranks_that_wait_forever_and_unpriced_stages():
 
 @settings(max_examples=60)
 @given(
-    seconds=st.lists(st.floats(0.0, 10.0), min_size=20, max_size=20),
+    seconds=st.lists(st.floats(0.0, 10.0), min_size=21, max_size=21),
     factor=st.floats(0.1, 10.0),
     blocking=st.booleans(),
     ranks=st.integers(1, 3),
@@ -352,8 +352,8 @@ def test_scaling_all_seconds_scales_the_step(seconds, factor, blocking, ranks):
 
 @settings(max_examples=60)
 @given(
-    seconds=st.lists(st.floats(0.0, 10.0), min_size=20, max_size=20),
-    longer_stage=st.integers(0, 19),
+    seconds=st.lists(st.floats(0.0, 10.0), min_size=21, max_size=21),
+    longer_stage=st.integers(0, 20),
     extra=st.floats(0.0, 5.0),
     blocking=st.booleans(),
 )

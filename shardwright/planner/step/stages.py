@@ -4,7 +4,7 @@ Numbers are leads, with several ranks: `i+2` runs two batches ahead of batch i, 
 step. One rank has no communication to overlap, so its leads are 0, except copies to a GPU and prefetch.
 
 lane read   read i+3
-lane host   copy to the device i+2; where a table has rows in a slower memory tier: expect i+4, prefetch i+1; read,
+lane host   copy to the device i+2; where a table has rows in a slower memory tier: prefetch i+1, expect i+4; read,
             request, lengths and ids then run four batches earlier
 main        request i+2; lookup i; forward i: bottom, then top; backward i: top, then bottom; update; optimizer step
 lane ids    lengths i+2 and ids i+1 (all-to-all): before batch i, or after batch i's vectors or gradients
@@ -29,7 +29,7 @@ Bodies = tuple[tuple[Stage, ...], tuple[Stage, ...]]  # the stages inside the fo
 OVERLAPPED = MappingProxyType({"read": 3, "to_device": 2, "request": 2, "lengths": 2, "ids": 1})
 # With caches: ids are there as many batches ahead as the caches know, and not waited for.
 CACHED = MappingProxyType(
-    {name: lead + 1 + KNOWN_BATCHES for name, lead in OVERLAPPED.items()} | {"expect": 1 + KNOWN_BATCHES, "prefetch": 1}
+    {name: lead + 2 + KNOWN_BATCHES for name, lead in OVERLAPPED.items()} | {"prefetch": 1, "expect": 2 + KNOWN_BATCHES}
 )
 # Of a pipeline: batches of the next step are announced while this step runs.
 PIPELINED = MappingProxyType({"read": 1, "to_device": 1, "request": 1, "lengths": 1})
@@ -58,7 +58,8 @@ DENSE_BACKWARD_BODY = (
     Stage("reduce", DENSE, ("gradients.top",), REDUCED_SLOTS, per="step"),
 )
 NO_BODIES: Bodies = ((), ())
-# Tells the caches which rows a batch will use.
+# Tells the caches which rows a batch will use; listed after the prefetch of an earlier batch, which need not wait for
+# it.
 EXPECT = Stage("expect", HOST, ("ids", "state.uses"), ("expected", "state.uses"))
 # Holds the lines of a batch in "near" until its update; evicts and fills lines that no batch holds.
 PREFETCH = Stage("prefetch", HOST, ("ids", "expected", "state.lines"), ("near", "state.lines", "state.tables.idle"))
@@ -131,7 +132,7 @@ def _announcing_stages(has_tables: bool, prefetch: bool, ordering: tuple[str, ..
     if has_tables:
         stages.append(Stage("ids", IDS, ("lengths", *ordering), ("ids",)))
     if prefetch:
-        stages += [EXPECT, PREFETCH]
+        stages += [PREFETCH, EXPECT]
     return stages
 
 
@@ -193,7 +194,7 @@ def with_prefetch(stages: Sequence[Stage], *, from_host: bool = False) -> tuple[
         keeps_lead = from_host and stage.name == "to_device"
         found.append(stage if keeps_lead else replace(stage, lead=max(stage.lead, CACHED.get(stage.name, 0))))
         if stage.name == "ids":
-            found += [replace(each, lead=CACHED[each.name]) for each in (EXPECT, PREFETCH)]
+            found += [replace(each, lead=CACHED[each.name]) for each in (PREFETCH, EXPECT)]
     return tuple(found)
 
 
