@@ -42,25 +42,6 @@ struct PagesToRead {
   int64_t num_parts;
 };
 
-// Readers that several logs share.
-class PageReaders {
- public:
-  PageReaders(int64_t in_flight, int64_t threads) : rows(in_flight, threads), in_flight_(in_flight), threads_(threads) {}
-
-  PageReader rows;
-
-  // Another one, so that training does not wait for readers of snapshots.
-  PageReader& of_snapshots() {
-    std::call_once(made_, [this] { snapshots_ = std::make_unique<PageReader>(in_flight_, threads_); });
-    return *snapshots_;
-  }
-
- private:
-  const int64_t in_flight_, threads_;
-  std::once_flag made_;
-  std::unique_ptr<PageReader> snapshots_;
-};
-
 class RowLog {
  public:
   // `direct`: reads and writes bypass the page cache.

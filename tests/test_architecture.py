@@ -29,7 +29,7 @@ FROZEN_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("checkpoint inspect", ()),
     ("checkpoint reshard", ("--files",)),
     ("checkpoint verify", ()),
-    ("cache-sim", ("--ahead", "--batches", "--cluster", "--output", "--sizes", "--write", "-o")),
+    ("cache-sim", ("--batches", "--cluster", "--output", "--sizes", "--write", "-o")),
     ("check-scheme", ()),
     ("data", ()),
     ("data inspect", ()),

@@ -99,7 +99,7 @@ class CachedRows:
 
 @torch.no_grad()
 def copy_moves(caches: Mapping[int, CachedRows], moves: Tensor) -> None:
-    """Copy lines that were written to their stores, then missing rows to their lines; `moves` as in `PlacedBatch`."""
+    """Copy lines that were written to their stores, then missing rows to their lines; `moves` as in `BatchLines`."""
     table_M, line_M, new_M, old_M = moves[moves[:, 0].argsort(stable=True)].T.contiguous()
     written, missing = old_M >= 0, new_M >= 0
     for number, lines, rows in _by_table(table_M[written], line_M[written], old_M[written]):

@@ -26,8 +26,8 @@ from shardwright.spec.optimizer import state_shapes
 class Caches:
     """The lines of each shard of a table, by the table's index; other tables are in memory as a whole.
 
-    Rows are stored below the folder for temporary files (TMPDIR). One thread of this rank places batches and copies rows. `in_float32`:
-    weights of 16 bits are float32 on lines, and rounded when they are written to the store.
+    Rows are stored below the folder for temporary files (TMPDIR). A thread of this rank places batches.
+    `in_float32`: weights of 16 bits are float32 on lines, and rounded when they are written to the store.
     """
 
     lines: Mapping[int, int]

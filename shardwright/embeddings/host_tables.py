@@ -25,7 +25,7 @@ from shardwright.jagged import Jagged, Vectors
 from shardwright.kernels import embedding
 from shardwright.kernels.arguments import IdOutOfRange, Ids, TableState
 from shardwright.kernels.buffers import BufferPool
-from shardwright.kernels.cache_index import BatchRows, CacheCounts, CacheIndex, PlacedBatch, place_rows, release_many
+from shardwright.kernels.cache_index import BatchLines, BatchRows, CacheCounts, CacheIndex, place_rows, release_many
 from shardwright.kernels.cuda_copies import to_device
 from shardwright.kernels.dedup import unique_rows
 from shardwright.kernels.native import lengths_to_offsets
@@ -36,7 +36,6 @@ from shardwright.spec.optimizer import SparseOptimizer
 from shardwright.spec.row_cache import HALF_LIFE_BATCHES
 
 
-
 @dataclass(slots=True, eq=False)
 class BatchOnLines:
     """A batch, from `exchange_ids` to `release`: ids in host memory; once placed, the same ids on the GPU, with lines
@@ -45,7 +44,7 @@ class BatchOnLines:
     ids: Jagged
     rows: BatchRows | None = None  # once they are announced to the caches
     on_lines: Jagged | None = None
-    placed: PlacedBatch | None = None
+    placed: BatchLines | None = None
     micro_batches: tuple["BatchOnLines", ...] = ()
 
 
@@ -119,7 +118,8 @@ class HostTables:
 
     def forget(self) -> None:
         """Forget announced batches that will not be prefetched."""
-        self._thread.defer(lambda: [index.forget() for index in self._indices].clear())
+        for index in self._indices:
+            self._thread.defer(index.forget)
 
     def prefetch(self, batch: BatchOnLines) -> Pending[BatchOnLines]:
         """Find lines for the rows of a batch, and copy those that are missing."""

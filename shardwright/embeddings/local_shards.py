@@ -108,14 +108,15 @@ class LocalShards:
             if index in self.caches:
                 self.caches[index].index.announce(rows_U)
 
-    def place(self, ids: Ids, rows: BatchRows, *, announced: bool) -> tuple[PlacedIds, Callable[[], None]]:
+    def place(self, ids: Ids, rows: BatchRows, *, announced: bool) -> tuple[PlacedIds, Callable[[], None] | None]:
         """Place the rows of a batch on lines of caches, until `release`; the function copies those that are missing."""
         indices = [self.caches[i].index if i in self.caches else None for i in range(len(self.weights))]
         placed = place_rows(indices, rows, announced=announced)
         lines = placed.lines_U.split(list(rows.counts))
         on_lines = replace(ids, values=placed.lines_N)
         own = {index: lines[index] for index in sorted(self.caches)}
-        return PlacedIds(on_lines, on_lines, own), partial(copy_moves, self.caches, placed.moves)
+        copy = partial(copy_moves, self.caches, placed.moves) if len(placed.moves) else None
+        return PlacedIds(on_lines, on_lines, own), copy
 
     def place_growing(self, ids: Ids, *, training: bool) -> PlacedIds:
         """Place the ids of tables that grow; `training`: as `IdMap.place`."""

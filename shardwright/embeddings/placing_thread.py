@@ -13,9 +13,12 @@ NUM_THREADS = 4  # of the kernels that find lines for a batch, beside the thread
 
 
 class PlacingThread:
-    """Runs one function after the other; what these hand to `copy` runs in a second thread, in the same order, so that
-    the next batch is placed while rows of this one are copied. What steps defer, such as the release of lines, runs before the next function
-    that is submitted after it: so which rows are evicted does not depend on which thread is faster."""
+    """Runs one function after the other. What these hand to `copy` runs in a second thread, in the same order: the next
+    batch is placed while rows of this one are copied.
+
+    What steps defer, such as the release of lines, runs before the next function that is submitted after it: so which
+    rows are evicted does not depend on which thread is faster.
+    """
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "rows", use_threads, (NUM_THREADS,))

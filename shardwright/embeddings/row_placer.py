@@ -6,6 +6,7 @@ Phases: expect      find the distinct rows of a batch, and announce them to the 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 
 from shardwright.comm.pending import Pending, ready
@@ -40,26 +41,15 @@ class RowPlacer:
     def forget(self) -> None:
         """Forget announced batches that will not be placed."""
         if self._thread is not None:
-            caches = [cached for local in self._local_shards for cached in local.caches.values()]
-            self._thread.defer(lambda: [cached.index.forget() for cached in caches].clear())
+            for cached in (cached for local in self._local_shards for cached in local.caches.values()):
+                self._thread.defer(cached.index.forget)
 
     def prefetch(self, routed: RoutedBatch) -> Pending[RoutedBatch]:
         """Find lines for the rows of a batch, and copy those that are missing."""
-
-        def place() -> Pending[None]:
-            announced, copies = bool(routed.announced), list[Callable[[], None]]()
-            rows = routed.announced or [None] * len(self._local_shards)
-            for index, (local, request, own) in enumerate(zip(self._local_shards, routed.incoming, rows, strict=True)):
-                if local.caches:
-                    own = local.distinct_rows(request.ids) if own is None else own
-                    routed.placed[index], copy = local.place(request.ids, own, announced=announced)
-                    copies.append(copy)
-            return thread.copy(lambda: [copy() for copy in copies].clear())
-
         routed.placed[:] = [PlacedIds(request.ids, request.ids, {}) for request in routed.incoming]
-        if (thread := self._thread) is None:
+        if self._thread is None:
             return ready(routed)
-        placed = thread.submit(place)
+        placed = self._thread.submit(partial(self._place, routed, self._thread))
 
         def wait() -> RoutedBatch:
             start = perf_counter()
@@ -68,6 +58,17 @@ class RowPlacer:
             return routed
 
         return Pending(wait)
+
+    def _place(self, routed: RoutedBatch, thread: PlacingThread) -> Pending[None]:
+        """Place a batch; returns its copies."""
+        copies: list[Callable[[], None]] = []
+        all_rows = routed.announced or [None] * len(self._local_shards)
+        for index, (local, request, rows) in enumerate(zip(self._local_shards, routed.incoming, all_rows, strict=True)):
+            if local.caches:
+                rows_now = local.distinct_rows(request.ids) if rows is None else rows
+                routed.placed[index], copy = local.place(request.ids, rows_now, announced=rows is not None)
+                copies += [copy] if copy is not None else []
+        return thread.copy(partial(_run_all, copies))
 
     def release(self, routed: RoutedBatch, *, written: bool) -> None:
         """End a batch's use of its lines; `written`: an update has changed them."""
@@ -78,11 +79,16 @@ class RowPlacer:
                 elif written and placed.lines:
                     local.mark_changed(placed)
             if self._thread is not None and batch.placed:
-                self._thread.defer(lambda batch=batch: self._release(batch, written))
+                self._thread.defer(partial(self._release, batch, written=written))
             else:
                 batch.placed.clear()
 
-    def _release(self, batch: RoutedBatch, written: bool) -> None:  # noqa: FBT001
+    def _release(self, batch: RoutedBatch, *, written: bool) -> None:
         for local, placed in zip(self._local_shards, batch.placed, strict=True):
             local.release(placed, written=written)
         batch.placed.clear()
+
+
+def _run_all(functions: Sequence[Callable[[], None]]) -> None:
+    for run in functions:
+        run()

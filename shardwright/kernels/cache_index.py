@@ -62,7 +62,7 @@ class BatchRows:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedBatch:
+class BatchLines:
     """Lines of the distinct rows and of the ids. Moves, of which `num_first` are to be made before the others: (M, 4),
     with the fields of `MOVE_FIELDS`."""
 
@@ -198,7 +198,7 @@ def place_many(
     return placed
 
 
-def place_rows(indices: Sequence[CacheIndex | None], rows: BatchRows, *, announced: bool = False) -> PlacedBatch:
+def place_rows(indices: Sequence[CacheIndex | None], rows: BatchRows, *, announced: bool = False) -> BatchLines:
     """Find or make lines for the rows of a batch, and pin them; there is an index for each table, or None where lines
     are rows. `announced`: as in `CacheIndex.place`."""
     cached = [index for index in indices if index is not None]
@@ -219,7 +219,7 @@ def place_rows(indices: Sequence[CacheIndex | None], rows: BatchRows, *, announc
         if index is not None:
             index.count(count, counted)
     num_moves, num_first = sizes.tolist()
-    return PlacedBatch(rows, lines_U, lines_N, moves[:num_moves], num_first)
+    return BatchLines(rows, lines_U, lines_N, moves[:num_moves], num_first)
 
 
 def release_many(

@@ -182,7 +182,7 @@ def evaluation_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 
 def with_prefetch(stages: Sequence[Stage], *, from_host: bool = False) -> tuple[Stage, ...]:
-    """The stages with "expect" and "prefetch", which run ahead; `from_host`: "request" reads the ids from host memory."""
+    """The stages with "prefetch" and "expect", ahead of others; `from_host`: "request" reads ids from host memory."""
     if has_prefetch(stages):
         return tuple(stages)
     found: list[Stage] = []
