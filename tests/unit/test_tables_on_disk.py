@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from shardwright.embeddings.rows_folder import RowsFolder
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
+from shardwright.kernels.cache_index import CacheIndex
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.build import build
@@ -17,6 +18,7 @@ from shardwright.runtime.planning import keep_on_disk, plan_for
 from shardwright.runtime.supported import check_supported
 from shardwright.spec.calls import without_leads
 from shardwright.spec.optimizer import SGD, AdaGrad, Adam, RowWiseAdaGrad
+from shardwright.spec.row_cache import HALF_LIFE_BATCHES, KNOWN_BATCHES
 from shardwright.spec.workload import Feature, Table
 
 FEATURES = (Feature("site", "site"), Feature("seen", "item", "mean"), Feature("shown", "item"))
@@ -153,6 +155,57 @@ def test_accumulated_steps_equal_those_of_tables_in_memory():
     losses = [[output.loss for output in job.run(batches)] for job in jobs]
     assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
     assert states_equal(*jobs)
+
+
+@pytest.mark.parametrize("overlap", (False, True))
+def test_training_evicts_as_an_index_that_knows_the_next_batches(overlap):
+    """Misses and written rows of each step's order of calls: prefetch i+1, expect i+4, then the update of i."""
+    batches = [batch_of(seed, 12) for seed in range(40)]
+    job = job_of(OPTIMIZERS[3], disk=True, overlap=overlap, lines=96)
+    for _ in job.run(batches):
+        pass
+    index, known = CacheIndex(96, HALF_LIFE_BATCHES), CacheIndex(96, HALF_LIFE_BATCHES)
+    rows = [
+        torch.unique(torch.cat([batch.features.values[a:b] for a, b in _ranges(batch.features.lengths)]))
+        for batch in batches
+    ]
+    placed, released = {}, []
+    ahead, start = (2 + KNOWN_BATCHES, -2 - KNOWN_BATCHES) if overlap else (0, 0)
+    for tick in range(start, len(rows)):
+        to_place, to_announce = tick + overlap, tick + ahead
+        if not overlap:
+            known.announce(rows[tick])
+        if 0 <= to_place < len(rows):
+            for lines in released:
+                known.release(lines, written=True)
+            released.clear()
+            placed[to_place] = known.place(rows[to_place], announced=True).lines_U
+        if overlap and 0 <= to_announce < len(rows):
+            known.announce(rows[to_announce])
+        if tick >= 0:
+            released.append(placed.pop(tick))
+    for rows_U in rows:
+        index.release(index.place(rows_U).lines_U, written=True)
+    counts = job.cache_counts()["item"]
+    assert counts == known.counts
+    assert not overlap or counts.missing != index.counts.missing  # knowing later batches makes a difference
+
+
+def _ranges(lengths: torch.Tensor) -> list[tuple[int, int]]:
+    """Of the ids of the two features of table "item"."""
+    site, seen, shown = lengths.sum(1).tolist()
+    return [(site, site + seen), (site + seen, site + seen + shown)]
+
+
+def test_runs_that_end_early_forget_the_batches_that_were_announced():
+    job = job_of(OPTIMIZERS[3], disk=True)
+    for _ in range(40):  # an index takes 31 announced batches
+        for _ in job.run([batch_of(seed) for seed in range(9)]):
+            break
+    (shards,) = job.model.sparse.exchange.local_shards
+    shards.caches[0].write_back()
+    for _ in range(31):
+        shards.caches[0].index.announce(torch.arange(3))
 
 
 def test_evaluation_between_steps_and_a_loop_that_ends_early_hold_no_lines():
