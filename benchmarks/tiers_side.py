@@ -211,11 +211,12 @@ class Side:
         workload: Workload = describe(model, self._batch(0), self.stream.statistics())
         hits = tuple(CacheHits(name, ((lines, share),)) for name, lines, share in self.setup.recorded)
         workload = replace(workload, cache_hits=hits)
-        lines = {table.table: cached_rows(table) or table.rects[0].rows[1] for table in plan.tables}
+        lines = {table.table: cached_rows(table) for table in plan.tables}
         shares, distinct = [], []
         for load in make_table_loads(workload):
-            shares.append(cache_hits.found_share(load, lines[load.table.name], BATCH))
-            distinct.append(load.distinct_share)
+            if (own := lines[load.table.name]) is not None:  # measured hits are of these tables
+                shares.append(cache_hits.found_share(load, own, BATCH))
+                distinct.append(load.distinct_share)
         found = {"predicted_hits": round(float(np.average(shares, weights=distinct)), 4)}
         if self.setup.cluster:
             cluster = presets.load_cluster(self.setup.cluster)

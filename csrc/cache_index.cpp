@@ -68,8 +68,8 @@ class Index {
       for (LineState& state : sets_[s].states) state.next = 0;
   }
 
-  // Places the distinct rows of a batch; `lines` are theirs; `announced`: it is the first announced batch that was not
-  // placed yet. Positions of missing rows go to `missing`, and to
+  // Places the distinct rows of a batch; `lines` are theirs; `announced`: it is the first announced batch that has not
+  // been placed yet. Positions of missing rows go to `missing`, and to
   // `old_keys`, if it is not null, the rows that were written on their lines, or kNoWay; lines that were written and are
   // now another row's, and their former rows, to `written_lines` and `written_keys`, all of size n + num_away(). Returns
   // false if the batches in flight need more lines than there are; the index is then of no use.

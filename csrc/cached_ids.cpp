@@ -18,27 +18,28 @@ struct Move {
 
 }  // namespace
 
-// `rows`: distinct rows of a batch, table by table, `counts` of each; `inverse`: which of them each of `num_ids` ids
+// `rows`: distinct rows of a batch, table by table, `rows_of_tables` of each; `inverse`: which of them each of `num_ids` ids
 // reads. `indices`: of the tables; null for a table without cache, whose lines are its rows. `lines` has those of the
 // distinct rows, `lines_N` those of all ids. Moves, of which the first `num_first` must be made before the others, go to
-// `moves`, of as many as there are distinct rows and rows that are not in their own set. `numbers`: by table. Returns -1,
+// `moves`, of as many as there are distinct rows and rows that are not in their own set. `counts`: by table. Returns -1,
 // or t if table t has too few lines for the batches in flight.
 SHARDWRIGHT_API int64_t shardwright_cache_place_rows(void* const* indices, int64_t num, int64_t announced,
-                                                     const int64_t* rows, const int64_t* counts, const int64_t* inverse,
+                                                     const int64_t* rows, const int64_t* rows_of_tables,
+                                                     const int64_t* inverse,
                                                      int64_t num_ids, int64_t* lines, int64_t* lines_N, Move* moves,
-                                                     int64_t* num_moves, int64_t* num_first, Counts* numbers) {
+                                                     int64_t* num_moves, int64_t* num_first, Counts* counts) {
   std::vector<IndexBatch> batches;
   std::vector<int64_t> tables;  // of the batches
   int64_t first = 0, first_written = 0;
-  for (int64_t t = 0; t < num; first += counts[t++]) {
-    numbers[t] = {};
+  for (int64_t t = 0; t < num; first += rows_of_tables[t++]) {
+    counts[t] = {};
     if (!indices[t]) {
-      for (int64_t i = first; i < first + counts[t]; ++i) lines[i] = rows[i];
+      for (int64_t i = first; i < first + rows_of_tables[t]; ++i) lines[i] = rows[i];
       continue;
     }
     tables.push_back(t);
-    batches.push_back({indices[t], counts[t], first, first_written, announced});
-    first_written += counts[t] + shardwright_cache_away(indices[t]);
+    batches.push_back({indices[t], rows_of_tables[t], first, first_written, announced});
+    first_written += rows_of_tables[t] + shardwright_cache_away(indices[t]);
   }
   std::vector<int64_t> missing(first), old_rows(first), written_lines(first_written), written_rows(first_written);
   std::vector<Counts> own(batches.size());
@@ -50,7 +51,7 @@ SHARDWRIGHT_API int64_t shardwright_cache_place_rows(void* const* indices, int64
   for (int64_t i = 0; i < num_ids; ++i) lines_N[i] = lines[inverse[i]];
   int64_t n = 0;
   for (uint64_t b = 0; b < batches.size(); ++b) {
-    numbers[tables[b]] = own[b];
+    counts[tables[b]] = own[b];
     for (int64_t i = own[b].written - own[b].emptied; i < own[b].written; ++i) {
       const int64_t at = batches[b].first_written + i;
       moves[n++] = {tables[b], written_lines[at], kNoWay, written_rows[at]};

@@ -55,6 +55,7 @@ class PageRing {
   // As PageReader::read.
   bool read(int64_t n, int64_t largest, const PlacePage& place, const UsePage& use) {
     const std::lock_guard<std::mutex> one_caller(callers_);
+    if (!works()) return use(0, nullptr, -EIO);  // another caller's read has ended the ring
     if (largest > page_bytes_) memory_ = pages_of(page_in_.size() * (page_bytes_ = largest));
     std::vector<unsigned> slots(page_in_.size());
     for (unsigned slot = 0; slot < slots.size(); ++slot) slots[slot] = slot;
@@ -227,9 +228,9 @@ class PageReader {
 // Shared by several logs.
 class PageReaders {
  public:
-  PageReaders(int64_t in_flight, int64_t threads) : rows(in_flight, threads), in_flight_(in_flight), threads_(threads) {}
+  PageReaders(int64_t in_flight, int64_t threads) : rows_(in_flight, threads), in_flight_(in_flight), threads_(threads) {}
 
-  PageReader rows;
+  PageReader& of_rows() { return rows_; }
 
   // Another one, so that training does not wait for readers of snapshots.
   PageReader& of_snapshots() {
@@ -238,6 +239,7 @@ class PageReaders {
   }
 
  private:
+  PageReader rows_;
   const int64_t in_flight_, threads_;
   std::once_flag made_;
   std::unique_ptr<PageReader> snapshots_;

@@ -98,7 +98,7 @@ class RowLog {
         });
   }
 
-  PageReader& reader() { return readers_->rows; }
+  PageReader& reader() { return readers_->of_rows(); }
 
   // Appends `lines` of the parts as rows. Returns false after an error.
   bool write(const int64_t* rows, const int64_t* lines, int64_t n, const RowPart* parts, int64_t num_parts) {
@@ -145,7 +145,8 @@ class RowLog {
     snapshots_.erase(taken);
   }
 
-  // As `read`, of n rows from `first` on as they were at the snapshot, to lines 0 to n - 1. May run beside all others.
+  // Copies n rows from `first` on, as they were at the snapshot, to lines 0 to n - 1; returns the number of those never
+  // written, or -1 after an error. May run beside all others.
   int64_t read_snapshot(int64_t number, int64_t first, int64_t n, const RowPart* parts, int64_t num_parts,
                         int64_t* never) {
     std::vector<Wanted> wanted;
@@ -167,7 +168,7 @@ class RowLog {
 
   void numbers(int64_t* out) const {
     out[0] = bytes_read_, out[1] = bytes_written_, out[2] = live_, out[3] = records_ - live_;
-    out[4] = readers_->rows.by_ring();
+    out[4] = readers_->of_rows().by_ring();
   }
 
   std::string error() {

@@ -55,7 +55,8 @@ BLOCKING: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "dense/replicated.py": ("broadcast_values",),
         "embeddings/exchange.py": ("route", "pool", "lookup", "_exchange_weights"),
         "embeddings/host_tables.py": ("lookup",),
-        "embeddings/placing_thread.py": ("run_alone",),  # of tables as a whole, between steps
+        "embeddings/row_placer.py": ("wait_until_placed",),  # of counts, for reports
+        "embeddings/row_threads.py": ("run_alone",),  # of tables as a whole, between steps
         "embeddings/full_tables.py": ("gather_state", "_gather_by_id"),
         "runtime/agreement.py": (),
         "runtime/bindings.py": ("wait_for_end",),

@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from shardwright.embeddings.placing_thread import PlacingThread
+from shardwright.embeddings.row_threads import RowThreads
 from shardwright.embeddings.store import DiskSnapshot, DiskStore, read_many, row_bytes_of
 from shardwright.kernels.cache_index import CacheIndex
 from shardwright.rectangle import IndexRange
@@ -27,8 +27,8 @@ CHUNK_BYTES = 16 << 20  # of whole rows that are copied at a time when many are
 class CachedRows:
     """`parts_L`: the lines, of each tensor of a row. `row_of_L`: the row of each line."""
 
-    def __init__(self, parts_L: Sequence[Tensor], store: DiskStore, thread: PlacingThread, table: str) -> None:
-        self.parts_L, self.store, self._thread = parts_L, store, thread
+    def __init__(self, parts_L: Sequence[Tensor], store: DiskStore, threads: RowThreads, table: str) -> None:
+        self.parts_L, self.store, self._threads = parts_L, store, threads
         self.index = CacheIndex(len(parts_L[0]), HALF_LIFE_BATCHES, table)
         self.row_of_L = torch.full((len(parts_L[0]),), -1)
 
@@ -40,7 +40,7 @@ class CachedRows:
 
     def write_back(self) -> None:
         """Copy all lines that were written to the store."""
-        self._thread.run_alone(self._write_back)
+        self._threads.run_alone(self._write_back)
 
     def _write_back(self) -> None:
         if not self.index.may_be_written:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from shardwright.embeddings.cached_rows import CachedRows
 from shardwright.embeddings.layout import TableShard
-from shardwright.embeddings.placing_thread import PlacingThread
 from shardwright.embeddings.row_order import RowOrder
+from shardwright.embeddings.row_threads import RowThreads
 from shardwright.embeddings.rows_folder import RowsFolder
 from shardwright.embeddings.store import DiskStore, PageReaders
 from shardwright.kernels import embedding
@@ -26,14 +26,14 @@ from shardwright.spec.optimizer import state_shapes
 class Caches:
     """The lines of each shard of a table, by the table's index; other tables are in memory as a whole.
 
-    Rows are stored below the folder for temporary files (TMPDIR). A thread of this rank places batches.
-    `in_float32`: weights of 16 bits are float32 on lines, and rounded when they are written to the store.
+    Rows are stored below the folder for temporary files (TMPDIR). Threads of this rank place batches and
+    copy rows. `in_float32`: weights of 16 bits are float32 on lines, and rounded when they are written to the store.
     """
 
     lines: Mapping[int, int]
     in_float32: bool = False
     folder: RowsFolder = field(default_factory=RowsFolder)
-    thread: PlacingThread = field(default_factory=PlacingThread)
+    threads: RowThreads = field(default_factory=RowThreads)
     readers: PageReaders = field(default_factory=PageReaders)
 
 
@@ -73,4 +73,4 @@ def make_cached_rows(bags: EmbeddingTables, shard: TableShard, order: RowOrder, 
                 values = (module.weight if name == "weight" else states[name])[ids_U]
                 part_U.copy_(torch.cat([values[:, a:b] for a, b in shard.cols], 1) if values.dim() == 2 else values)
             store.write(rows_U, torch.arange(len(rows_U)), parts_U)
-    return CachedRows(parts_L, store, caches.thread, table.name)
+    return CachedRows(parts_L, store, caches.threads, table.name)

@@ -94,7 +94,7 @@ class ShardedTables:
         self.local_shards = [
             LocalShards(table_group, bags, orders, device, caches, in_flight) for table_group in self.table_groups
         ]
-        self.placer = RowPlacer(self.local_shards, caches.thread if caches else None)
+        self.placer = RowPlacer(self.local_shards, caches.threads if caches else None)
         self._requests = RequestBuilder(bags, layout, orders, self.rank)
         self._responses = ResponseAssembly(bags, layout, self.rank)
         self._vector_transport = VectorTransport(lanes.wire, lanes.vector_codec, self._responses.dtype)
@@ -115,6 +115,7 @@ class ShardedTables:
 
     def cache_counts(self) -> dict[str, CacheCounts]:
         """By table with rows on disk, what the caches of this rank's shards have counted so far."""
+        self.placer.wait_until_placed()
         counts: dict[str, CacheCounts] = {}
         for local in self.local_shards:
             for index, cached in local.caches.items():

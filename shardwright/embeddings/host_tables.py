@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardwright.comm.pending import Pending, ready
 from shardwright.comm.transfer import CopyStream
-from shardwright.embeddings.placing_thread import PlacingThread
+from shardwright.embeddings.row_threads import RowThreads
 from shardwright.errors import UserError
 from shardwright.jagged import Jagged, Vectors
 from shardwright.kernels import embedding
@@ -66,7 +66,7 @@ class HostTables:
         self._by_name = dict(zip((table.name for table in self._tables), self._swapped, strict=True))
         self._swaps = RowSwaps(self._swapped)
         self._stream = CopyStream(device)
-        self._thread = PlacingThread()
+        self._threads = RowThreads()
         self._ready = self._stream.event()  # after it, copies may use all lines that no batch in flight uses
         for each in (bags, *(child for child in bags.children() if isinstance(child, EmbeddingTables))):
             if each is not bags and isinstance(each.exchange, LocalExchange):  # a member of an EmbeddingBagsDict
@@ -114,16 +114,16 @@ class HostTables:
                 index.announce(rows_U)
             batch.rows = rows
 
-        self._thread.submit(announce)
+        self._threads.submit(announce)
 
     def forget(self) -> None:
         """Forget announced batches that will not be prefetched."""
         for index in self._indices:
-            self._thread.defer(index.forget)
+            self._threads.defer(index.forget)
 
     def prefetch(self, batch: BatchOnLines) -> Pending[BatchOnLines]:
         """Find lines for the rows of a batch, and copy those that are missing."""
-        copied = self._thread.submit(lambda: self._place(batch))
+        copied = self._threads.submit(lambda: self._place(batch))
 
         def wait() -> BatchOnLines:
             with self._bags.naming_errors():
@@ -232,7 +232,7 @@ class HostTables:
             for module, rows_U, is_changed in zip(modules, parts, changes, strict=bool(parts)):
                 if is_changed and module.changed_rows is not None:
                     module.changed_rows[rows_U] = True
-            self._thread.defer(partial(self._release, batch, changes, event))
+            self._threads.defer(partial(self._release, batch, changes, event))
 
     def _release(self, batch: BatchOnLines, changes: Sequence[bool], event: torch.Event | None) -> None:
         """End a batch's use of its lines; by table, whether it has changed them; an event after that. The batch may
@@ -286,7 +286,7 @@ class HostTables:
                 run()
             self._stream.synchronize()
 
-        self._thread.run_alone(run_on_stream)
+        self._threads.run_alone(run_on_stream)
 
 
 def _write_back(bags: Any, *_: Any) -> None:

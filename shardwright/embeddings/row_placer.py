@@ -11,21 +11,21 @@ from time import perf_counter
 
 from shardwright.comm.pending import Pending, ready
 from shardwright.embeddings.local_shards import LocalShards, PlacedIds
-from shardwright.embeddings.placing_thread import PlacingThread
 from shardwright.embeddings.routed_batch import RoutedBatch
+from shardwright.embeddings.row_threads import RowThreads
 
 
 class RowPlacer:
-    """`thread`: None without caches."""
+    """`threads`: None without caches."""
 
-    def __init__(self, local_shards: Sequence[LocalShards], thread: PlacingThread | None) -> None:
+    def __init__(self, local_shards: Sequence[LocalShards], threads: RowThreads | None) -> None:
         self._local_shards = local_shards
-        self._thread = thread if any(local.caches for local in local_shards) else None
+        self._threads = threads if any(local.caches for local in local_shards) else None
         self.waited_seconds = 0.0  # that steps have waited for rows to be copied
 
     def expect(self, routed: RoutedBatch) -> None:
         """Announce a batch: it is placed after those announced before."""
-        if self._thread is None:
+        if self._threads is None:
             return
 
         def announce() -> None:
@@ -36,20 +36,25 @@ class RowPlacer:
                     local.announce(own)
             routed.announced[:] = rows
 
-        self._thread.submit(announce)
+        self._threads.submit(announce)
+
+    def wait_until_placed(self) -> None:
+        """Wait for the batches that are being placed, not for copies; then every run has counted the same."""
+        if self._threads is not None:
+            self._threads.wait()
 
     def forget(self) -> None:
         """Forget announced batches that will not be placed."""
-        if self._thread is not None:
+        if self._threads is not None:
             for cached in (cached for local in self._local_shards for cached in local.caches.values()):
-                self._thread.defer(cached.index.forget)
+                self._threads.defer(cached.index.forget)
 
     def prefetch(self, routed: RoutedBatch) -> Pending[RoutedBatch]:
         """Find lines for the rows of a batch, and copy those that are missing."""
         routed.placed[:] = [PlacedIds(request.ids, request.ids, {}) for request in routed.incoming]
-        if self._thread is None:
+        if self._threads is None:
             return ready(routed)
-        placed = self._thread.submit(partial(self._place, routed, self._thread))
+        placed = self._threads.submit(partial(self._place, routed, self._threads))
 
         def wait() -> RoutedBatch:
             start = perf_counter()
@@ -59,7 +64,7 @@ class RowPlacer:
 
         return Pending(wait)
 
-    def _place(self, routed: RoutedBatch, thread: PlacingThread) -> Pending[None]:
+    def _place(self, routed: RoutedBatch, threads: RowThreads) -> Pending[None]:
         """Place a batch; returns its copies."""
         copies: list[Callable[[], None]] = []
         all_rows = routed.announced or [None] * len(self._local_shards)
@@ -68,7 +73,7 @@ class RowPlacer:
                 rows_now = local.distinct_rows(request.ids) if rows is None else rows
                 routed.placed[index], copy = local.place(request.ids, rows_now, announced=rows is not None)
                 copies += [copy] if copy is not None else []
-        return thread.copy(partial(_run_all, copies))
+        return threads.copy(partial(_run_all, copies))
 
     def release(self, routed: RoutedBatch, *, written: bool) -> None:
         """End a batch's use of its lines; `written`: an update has changed them."""
@@ -78,8 +83,8 @@ class RowPlacer:
                     local.release_spares(placed)
                 elif written and placed.lines:
                     local.mark_changed(placed)
-            if self._thread is not None and batch.placed:
-                self._thread.defer(partial(self._release, batch, written=written))
+            if self._threads is not None and batch.placed:
+                self._threads.defer(partial(self._release, batch, written=written))
             else:
                 batch.placed.clear()
 

@@ -57,7 +57,7 @@ class PageReaders:
 
 
 class DiskStore:
-    """Rows in files of a folder of their own (csrc/row_log.cpp).
+    """Rows in files of a folder of their own (csrc/row_files.h).
 
     The files are this process's: a store begins empty, and removes them at its end. `read` and `write` must not overlap
     each other; a snapshot may be read beside them.

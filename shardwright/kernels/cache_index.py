@@ -15,7 +15,7 @@ from shardwright.errors import UserError
 from shardwright.library import native_library
 from shardwright.spec.row_cache import WAYS
 
-WINDOW = 31  # batches that may be announced ahead of the one that is placed next
+WINDOW = 31  # batches that may be announced and not yet placed
 LFU = -1  # as half_life: uses are never forgotten
 LRU = 0
 MAX_LINES = 2**31 - 1

@@ -204,7 +204,7 @@ def plan_figures(result: PlanningResult) -> Iterator[Figure]:
     parts = [
         ("lookup", candidate.loads.lookup_R),
         ("update", candidate.loads.update_R),
-        ("fetching rows from slower tiers", candidate.loads.prefetch_R),
+        ("fetching rows from slower tiers", candidate.loads.expect_R + candidate.loads.prefetch_R),
     ]
     unit, unit_seconds = axis_time_unit([float(np.sum([seconds_R for _, seconds_R in parts], 0).max())])
     yield rank_bars_figure(

@@ -107,7 +107,7 @@ class Job:
         in a model in training mode stay so. Stages that run ahead take more batches from the loader; those are lost if
         you stop before its end. `stop` is called for every batch, in a pipeline once a step. Once it returns a nonzero
         number (such as a signal's) on any rank, all ranks stop after the same step, up to six steps later where stages
-        run ahead.
+        run ahead, up to ten where tables have caches.
         """
         self._check_trained()
         if self._user_loop is not None:

@@ -30,9 +30,10 @@ def gpu_rows(planned: TablePlan) -> int | None:
 
 def check_supported(plan: Plan, tables: Sequence[Table]) -> None:
     """Raise for the first setting of the plan that is not supported for a model with these tables."""
-    if plan.version < 4:
+    stages = {stage.name for stage in plan.stages}
+    if plan.version < 4 or ("prefetch" in stages and "expect" not in stages):
         raise UserError(
-            f"this plan has version {plan.version}: it was written by an earlier Shardwright, whose steps have other "
+            f"this plan of version {plan.version} was written by an earlier Shardwright, whose steps have other "
             "stages; plan this model again"
         )
     specs, is_local = {table.name: table for table in tables}, is_single_process(plan)

@@ -113,7 +113,7 @@ def stale_read(plan: "Plan", *_: object) -> Iterator[str]:
     for reader, writer in _pairs_by_lead(plan):
         staleness = _staleness(plan, reader, writer)
         for slot in _shared_persistent_slots(reader.reads, writer.writes):
-            if staleness > allowed and slot != ORDERING_SLOT:
+            if staleness > allowed and slot != ORDERING_SLOT:  # which has no value
                 yield (
                     f'stage "{reader.name}" with lead {reader.lead} reads slot "{slot}" before stage '
                     f'"{writer.name}" with lead {writer.lead} has written it: lower the lead, or '

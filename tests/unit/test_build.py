@@ -358,7 +358,7 @@ def test_unsupported_plans_are_refused_by_name():
     site, item = plan.tables
     tiers = replace(site.placement, tiers=(Share("hbm", 10), Share("dram", 10), Share("ssd")))
     for change, message in (
-        ({"version": 2}, "this plan has version 2: it was written by an earlier Shardwright"),
+        ({"version": 2}, "this plan of version 2 was written by an earlier Shardwright"),
         ({"axes": (Axis("data", "local", 2),)}, "1 processes were started for a mesh of 2 ranks"),
         ({"axes": (Axis("tensor", "local", 2),)}, "the plan's axes: tensor parallelism"),
         ({"tables": (replace(site, placement=tiers), item)}, "tiers of table site"),

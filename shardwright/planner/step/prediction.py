@@ -14,10 +14,11 @@ from shardwright.planner.step.loop_cost import LoopCost
 from shardwright.planner.step.rank_calls import RankCalls, expand_calls
 from shardwright.planner.step.stages import IDS_AFTER
 from shardwright.planner.step.tasks import RankLoads
+from shardwright.spec.plan import Stage
 from shardwright.spec.timeline import Timeline
 
-WARM_STEPS, COUNTED_STEPS, TAIL_STEPS = 3, 3, 3  # warm-up and tail: as many steps as the largest lead
-NUM_STEPS = WARM_STEPS + COUNTED_STEPS + TAIL_STEPS
+WARM_STEPS, COUNTED_STEPS = 3, 3
+TAIL_STEPS = 3  # at least; as many as the largest lead, so that counted steps have all stages that run ahead
 PIPELINE_STEPS = 4  # of which the third counts: the largest lead is a step, and each step fills the pipeline anew
 
 
@@ -34,10 +35,9 @@ def step_calls(
     loop_cost = loop_cost or LoopCost()
     paced = loop_cost.apply_measured_pace(problem)
     if problem.pipeline is not None:
-        return pipeline_step.pipeline_calls(paced, NUM_STEPS, micro_batches)
+        return pipeline_step.pipeline_calls(paced, WARM_STEPS + COUNTED_STEPS + TAIL_STEPS, micro_batches)
     stages = loop_cost.add_loop_stages(tasks.required_stages(problem, loads, ids_after))
-    extra_lead = max(stage.lead for stage in stages) - TAIL_STEPS  # a loader worker runs ahead of all other stages
-    calls = expand_calls(stages, NUM_STEPS + 2 * extra_lead, micro_batches)
+    calls = expand_calls(stages, _num_steps(stages), micro_batches)
     by_stage = tasks.stage_tasks(paced, placed, loads) | loop_cost.loop_tasks(problem)
     return [RankCalls(calls, by_stage)] * problem.cluster.num_ranks
 
@@ -78,7 +78,8 @@ def predict_step(
     }
     choices = choices if problem.workload.tables else choices[:1]
     for after in choices:
-        calls = expand_calls(tasks.required_stages(problem, loads, after), NUM_STEPS)
+        stages = tasks.required_stages(problem, loads, after)
+        calls = expand_calls(stages, _num_steps(stages))
         timeline = simulate.simulate_calls(calls, chosen, len(ranks), blocking=blocking)
         seconds[after] = counted_step_seconds(timeline)
     best = min(choices, key=seconds.__getitem__)
@@ -87,7 +88,12 @@ def predict_step(
 
 def counted_step_seconds(timeline: Timeline) -> float:
     """Seconds of one step of `timeline`, averaged over the counted steps (without warm-up and tail)."""
-    return simulate.steady_step_seconds(timeline, WARM_STEPS - 1, TAIL_STEPS)
+    last = max(event.step for event in timeline.events)
+    return simulate.steady_step_seconds(timeline, WARM_STEPS - 1, last - (WARM_STEPS + COUNTED_STEPS - 1))
+
+
+def _num_steps(stages: Sequence[Stage]) -> int:
+    return WARM_STEPS + COUNTED_STEPS + max(TAIL_STEPS, *(stage.lead for stage in stages))
 
 
 def _undominated_ranks(seconds_RS: np.ndarray) -> list[int]:

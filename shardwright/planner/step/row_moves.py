@@ -19,8 +19,8 @@ from shardwright.spec.row_cache import DISK, PAGE_BYTES, RECORD_HEADER_BYTES
 
 @dataclass(frozen=True, slots=True)
 class RowMoves:
-    """Of a step, by rank. `place_R`: seconds of finding lines for ids; `copy_R`: of the copies, beside other work;
-    `bytes_R`: of the rows copied to the fastest tier."""
+    """Of a step, by rank. `place_R`: seconds of finding lines for ids, and `copy_R` of the copies, both beside other
+    work; `bytes_R`: of the rows copied to the fastest tier."""
 
     place_R: np.ndarray
     copy_R: np.ndarray

@@ -1,11 +1,11 @@
 """The stages of a training step in issue order, with lanes and slots; for one rank or many, with or without tables.
 
 Numbers are leads, with several ranks: `i+2` runs two batches ahead of batch i, whose forward and backward run in this
-step. One rank has no communication to overlap, so its leads are 0, except copies to a GPU and prefetch.
+step. One rank has no communication to overlap, so its leads are 0, except copies to a GPU and with caches.
 
 lane read   read i+3
-lane host   copy to the device i+2; where a table has rows in a slower memory tier: prefetch i+1, expect i+4; read,
-            request, lengths and ids then run four batches earlier
+lane host   copy to the device i+2; with caches (rows in slower memory tiers): prefetch i+1, expect i+4. Then read, the
+            copy to the device, request, lengths and ids run four batches earlier, so that expect does not wait
 main        request i+2; lookup i; forward i: bottom, then top; backward i: top, then bottom; update; optimizer step
 lane ids    lengths i+2 and ids i+1 (all-to-all): before batch i, or after batch i's vectors or gradients
 lane wire   vectors i (all-to-all), overlapped with the bottom's forward; gradients i, overlapped with its backward.
@@ -27,7 +27,7 @@ from shardwright.spec.stage_checks import ORDERING_SLOT, is_persistent, sort_by_
 Bodies = tuple[tuple[Stage, ...], tuple[Stage, ...]]  # the stages inside the forward and inside the backward stage
 # Leads by stage, other stages have 0: of several ranks, of one rank on a CPU and on a GPU.
 OVERLAPPED = MappingProxyType({"read": 3, "to_device": 2, "request": 2, "lengths": 2, "ids": 1})
-# With caches: ids are there as many batches ahead as the caches know, and not waited for.
+# With caches, ids are exchanged one step before `expect` needs them, so that it does not wait.
 CACHED = MappingProxyType(
     {name: lead + 2 + KNOWN_BATCHES for name, lead in OVERLAPPED.items()} | {"prefetch": 1, "expect": 2 + KNOWN_BATCHES}
 )
@@ -58,8 +58,7 @@ DENSE_BACKWARD_BODY = (
     Stage("reduce", DENSE, ("gradients.top",), REDUCED_SLOTS, per="step"),
 )
 NO_BODIES: Bodies = ((), ())
-# Tells the caches which rows a batch will use; listed after the prefetch of an earlier batch, which need not wait for
-# it.
+# Tells the caches which rows a batch will use. Listed after `prefetch`, so that placing an earlier batch does not wait.
 EXPECT = Stage("expect", HOST, ("ids", "state.uses"), ("expected", "state.uses"))
 # Holds the lines of a batch in "near" until its update; evicts and fills lines that no batch holds.
 PREFETCH = Stage("prefetch", HOST, ("ids", "expected", "state.lines"), ("near", "state.lines", "state.tables.idle"))

@@ -28,6 +28,7 @@ class RankLoads:
 
     lookup_R: np.ndarray  # seconds
     update_R: np.ndarray  # seconds
+    expect_R: np.ndarray  # seconds of the thread that finds distinct rows and lines
     prefetch_R: np.ndarray  # seconds
     moved_bytes_R: np.ndarray  # bytes of rows copied from slower memory tiers; as many are written back
     bytes_R: np.ndarray  # bytes of tables and their optimizer state
@@ -71,9 +72,10 @@ def rank_loads(problem: Problem, placed: PlacedTables, found: Sequence[Sequence[
     has_sums = any(unit.sharding.reduces_in_host and load.pooled_vectors for unit, load in units)
     reduces = problem.cluster.is_hierarchical and has_sums
     if problem.table_loads:
-        lookup_R += primitives.find_price(device, "lookup", "float32").call_seconds + moves.place_R
+        lookup_R += primitives.find_price(device, "lookup", "float32").call_seconds
         update_R += primitives.find_price(device, "update", "float32").call_seconds
-    return RankLoads(lookup_R, update_R, moves.copy_R, moves.bytes_R, bytes_R, sent_R, ids_R, reduces, sums)
+    moved = moves.place_R, moves.copy_R, moves.bytes_R
+    return RankLoads(lookup_R, update_R, *moved, bytes_R, sent_R, ids_R, reduces, sums)
 
 
 def _replica_update_seconds(problem: Problem, placed: PlacedTables) -> np.ndarray:
@@ -152,7 +154,7 @@ def stage_tasks(problem: Problem, placed: PlacedTables, loads: RankLoads) -> dic
         "request": Task(seconds=_request_seconds(problem, placed, table_loads)),
         "lengths": traffic.even_all_to_all_task(problem, REQUEST_HEADER_BYTES * cluster.num_ranks),
         "ids": traffic.exchange_task(problem, traffic.id_traffic(problem, placed)),
-        "expect": Task(kind="copy"),
+        "expect": Task(seconds=tuple(loads.expect_R), kind="copy"),
         "prefetch": Task(seconds=tuple(loads.prefetch_R), kind="copy"),
         "lookup": Task(seconds=tuple(lookup_R)),
         "meet": _lengthen_task(reduce, 2 * adding) if reduce.is_collective else reduce,

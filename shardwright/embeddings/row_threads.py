@@ -12,7 +12,7 @@ T = TypeVar("T")
 NUM_THREADS = 4  # of the kernels that find lines for a batch, beside the thread that runs the step
 
 
-class PlacingThread:
+class RowThreads:
     """Runs one function after the other. What these hand to `copy` runs in a second thread, in the same order: the next
     batch is placed while rows of this one are copied.
 
@@ -35,6 +35,10 @@ class PlacingThread:
             return self._keep_failure(run)
 
         return Pending(self._executor.submit(run_after).result)
+
+    def wait(self) -> None:
+        """Wait for what was submitted, not for copies."""
+        self._executor.submit(lambda: None).result()
 
     def defer(self, run: Callable[[], None]) -> None:
         """Run this before the next function that is submitted."""
