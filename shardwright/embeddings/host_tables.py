@@ -84,6 +84,7 @@ class HostTables:
         return SwappedTable(parts_E, parts_L, torch.full((num_lines,), -1, device=self._device))
 
     def cache_counts(self) -> dict[str, CacheCounts]:
+        self._threads.wait()
         return {table.name: index.counts for table, index in zip(self._tables, self._indices, strict=True)}
 
     def forward(self, features: Jagged) -> Vectors:

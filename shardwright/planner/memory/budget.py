@@ -11,11 +11,12 @@ from shardwright.planner.chunks import ranks_by_stage
 from shardwright.planner.memory import dense_model, pipeline_memory
 from shardwright.planner.problem import Problem
 from shardwright.spec.cluster import Tier
-from shardwright.spec.row_cache import DISK, DISK_SPACE
+from shardwright.spec.row_cache import DISK, DISK_SPACE, KNOWN_BATCHES
 from shardwright.spec.wire import ID_BYTES
 
 RESERVED_SHARE = 0.1  # of each tier, for the framework, the network library and fragmentation
 BATCHES_IN_FLIGHT = 4  # whose ids are held at once: the leads of the step
+MORE_WITH_CACHES = 2 + KNOWN_BATCHES
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,9 @@ def _sparse_memory(problem: Problem) -> dense_model.MemoryParts:
     ids = sum(load.ids_per_sample for load in loads) * problem.local_batch_size * ID_BYTES
     vectors = sum(load.vectors * load.table.dim for load in loads) * problem.local_batch_size * 4
     rows = sum(map(problem.row_buffer_bytes, problem.table_loads))
-    return (("ids", 2 * BATCHES_IN_FLIGHT * ids), ("vectors and their gradients", 2 * vectors + rows))
+    fits = sum(load.table_bytes for load in loads) <= problem.cluster.num_ranks * problem.cluster.device.tiers[0].bytes_
+    batches = BATCHES_IN_FLIGHT + (0 if fits else MORE_WITH_CACHES)
+    return (("ids", 2 * batches * ids), ("vectors and their gradients", 2 * vectors + rows))
 
 
 def _dense_memory_by_stage(problem: Problem) -> list[dense_model.MemoryParts]:
