@@ -54,7 +54,7 @@ BLOCKING: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "dense/flat_parameter.py": ("__init__", "all_gather_tensors"),
         "dense/replicated.py": ("broadcast_values",),
         "embeddings/exchange.py": ("route", "pool", "lookup", "_exchange_weights"),
-        "embeddings/host_tables.py": ("lookup",),
+        "embeddings/host_tables.py": ("lookup", "cache_counts"),
         "embeddings/row_placer.py": ("wait_until_placed",),  # of counts, for reports
         "embeddings/row_threads.py": ("run_alone",),  # of tables as a whole, between steps
         "embeddings/full_tables.py": ("gather_state", "_gather_by_id"),
