@@ -45,6 +45,7 @@ def test_rows_that_do_not_fit_in_memory_are_on_disk(sizes):
     lines = cached_rows(large)
     assert lines is not None and lines % WAYS == 0 and len(small.placement.tiers) == 1
     num_shards = len({rect.rows for rect in large.rects})
+    # One rank's memory may hold all lines: copies that hide behind the step do not pay for more shards.
     assert 0.08 * ROWS < lines * num_shards < 0.5 * ROWS
     assert all(len(rect.ranks) == 1 for rect in large.rects)
     assert any(stage.name == "prefetch" for stage in result.plan.stages)
