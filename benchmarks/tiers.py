@@ -20,8 +20,10 @@ that are timed; of "criteo" as many rounds as a pass over its rows needs, since 
 line per stream and side: milliseconds of a step (median, least, most over rounds), speed
 relative to "memory" in the same round, hits of distinct rows and those that the planner expects, rows written back,
 kilobytes read and written per step by the process (/proc/self/io), the part of a step that it waited for rows, the
-limit and the peak of memory; with a measured cluster of one rank, the planner's step too. The planner expects hits from
-the popularity of rows; for "criteo" it interpolates hits that were recorded in the first RECORDED batches.
+limit and the peak of memory; with a measured cluster of one rank, the planner's step too: "planned" by the cluster's
+prices alone, "predicted" with the dense model and reading measured before the run, as `shardwright train` predicts it.
+The planner expects hits from the popularity of rows; for "criteo" it interpolates hits that were recorded in the first
+RECORDED batches.
 """
 
 import argparse
@@ -183,8 +185,9 @@ def _summary(turns: list[Line | None], memory: list[Line | None]) -> Line:
         line["predicted_hits"] = own[0]["predicted_hits"]
         line["written_back"] = round(counters["written_back"] / per_step)
         line["waited_percent"] = round(100 * median(turn["waited"] / turn["seconds"] for turn in own), 1)
-    if "predicted_seconds" in own[0]:
-        line["predicted_milliseconds"] = round(1e3 * own[0]["predicted_seconds"], 1)
+    for key in ("planned", "predicted"):
+        if f"{key}_seconds" in own[0]:
+            line[f"{key}_milliseconds"] = round(1e3 * own[0][f"{key}_seconds"], 1)
     line["kilobytes"] = [round(counters[key] / per_step / 1e3) for key in ("read_bytes", "write_bytes")]
     line["peak_megabytes"] = round(max(turn["peak_bytes"] for turn in own) / 1e6)
     return line

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.dlrm_step import BATCH, BOTTOM, DENSE, DIM, ROWS, TABLES, TOP, make_batch
+from shardwright.data.sources.source import NumpyBatch
 from shardwright.embeddings.exchange import ShardedTables
 from shardwright.jagged import Batch, Jagged
 from shardwright.kernels.cache_index import CacheCounts
@@ -28,10 +29,13 @@ from shardwright.models.dlrm import DLRM
 from shardwright.planner.plan import exact_precision
 from shardwright.planner.reprice import reprice_plan
 from shardwright.planner.search import define_problem
+from shardwright.planner.step import prediction
+from shardwright.planner.step.loop_cost import LoopCost
 from shardwright.planner.tables import cache_hits
 from shardwright.planner.tables.sharding import make_table_loads
 from shardwright.runtime.build import build
 from shardwright.runtime.planning import keep_on_disk, plan_for
+from shardwright.runtime.run import measure_loop
 from shardwright.runtime.supported import cached_rows
 from shardwright.spec import presets
 from shardwright.spec.optimizer import RowWiseAdaGrad
@@ -207,7 +211,8 @@ class Side:
             _move_to_cpu(bags, table.name, weight)
 
     def _predict(self, plan: Plan, model: DLRM) -> dict[str, Any]:
-        """The hits that the planner expects, and with a measured cluster the seconds of a step."""
+        """The hits that the planner expects. With a measured cluster also seconds of a step: by the cluster's prices
+        ("planned"), and with measured times of the dense model and of reading ("predicted"), as `train` predicts it."""
         workload: Workload = describe(model, self._batch(0), self.stream.statistics())
         hits = tuple(CacheHits(name, ((lines, share),)) for name, lines, share in self.setup.recorded)
         workload = replace(workload, cache_hits=hits)
@@ -221,8 +226,25 @@ class Side:
         if self.setup.cluster:
             cluster = presets.load_cluster(self.setup.cluster)
             problem = define_problem(workload, cluster, BATCH, exact_precision(workload))
-            found["predicted_seconds"] = reprice_plan(problem, plan).seconds
+            step = reprice_plan(problem, plan)
+            found["planned_seconds"] = step.seconds
+            timeline = prediction.predict_timeline(
+                step.problem, step.placed, step.loads, step.ids_after, self._measure_loop(model)
+            )
+            found["predicted_seconds"] = prediction.counted_step_seconds(timeline)
         return found
+
+    def _measure_loop(self, model: DLRM) -> LoopCost:
+        numbers = iter(range(1_000_000))
+        bottom, top = measure_loop.dense_seconds(model, lambda: self._numpy_batch(next(numbers)), "float32", cores=1.0)
+        read_seconds = measure_loop.measure_seconds(lambda: self._batch(next(numbers)), 1.0)
+        return LoopCost(read_seconds, bottom_seconds=bottom, top_seconds=top)
+
+    def _numpy_batch(self, number: int) -> NumpyBatch:
+        batch = self._batch(number)
+        labels = {name: label.numpy() for name, label in batch.labels.items()}
+        ids, lengths = batch.features.values.numpy(), batch.features.lengths.numpy()
+        return NumpyBatch(NAMES, ids, lengths, None if batch.dense is None else batch.dense.numpy(), labels)
 
 
 def _move_to_cpu(bags: EmbeddingBags, name: str, weight: Tensor) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import cycle
 from itertools import product as product_of
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -17,14 +18,14 @@ from torch import Tensor
 
 from shardwright.comm.codec import Bf16, Codec, Fp16, Int8
 from shardwright.kernels import embedding
-from shardwright.kernels.arguments import POOLINGS, Ids, TableState
-from shardwright.kernels.cache_index import CacheIndex
+from shardwright.kernels.arguments import POOLINGS, Ids, TableState, vector_shapes
+from shardwright.kernels.cache_index import BatchRows, CacheIndex, place_rows, release_many
 from shardwright.kernels.dedup import bucketize_ids, gather_segments, unique_rows
 from shardwright.kernels.native import lengths_to_offsets, use_huge_pages
 from shardwright.library import native_library
 from shardwright.measure.timing import Clock
 from shardwright.spec import linear_fit
-from shardwright.spec.cluster import Price, Sample, Tier
+from shardwright.spec.cluster import IDS_PER_BAG, Price, Sample, Tier
 from shardwright.spec.optimizer import RowWiseAdaGrad
 
 LARGE_BATCH = 1 << 15  # samples: narrow layers of large batches run at half the rate of others
@@ -42,8 +43,8 @@ WEIGHT_GRADIENT_SHAPES = (  # m, k, n
 )
 ROW_CASES = (*((16_384, width) for width in (32, 128, 512, 2048)), (2_048, 128))  # (rows of a call, bytes of a row)
 CACHED_ROW_CASES = (*((65_536, width) for width in (32, 128, 512)), (4_096, 128))
+SINGLE_ID_CASES = ((65_536, 128), (65_536, 512), (16_384, 2048))
 CACHED_BYTES = 1 << 18  # of rows that fit in caches, for repeated lookups of the same rows
-IDS_PER_BAG = 8
 TABLE_BYTES = 256 << 20  # larger than caches
 REUSE_DISTANCE_BYTES = 128 << 20  # of cache lines accessed before the same ids are used again
 COPY_BYTES = 64 << 20
@@ -52,6 +53,7 @@ COLUMN_COPY_CASES = (*((65_536, width) for width in (64, 256, 1024)), (2_048, 25
 CALL_COUNTS = (64, 1024)  # torch calls on tiny tensors
 MESSAGE_BYTES = (1 << 15, 1 << 20)  # of ids
 FEATURES_PER_MESSAGE = 16
+FEATURES_PER_SAMPLE = 16  # of bags of one id: vectors of a sample lie side by side
 TIMED_CODECS: tuple[tuple[str, Codec], ...] = (("fp16", Fp16()), ("bf16", Bf16()), ("int8", Int8()))
 
 
@@ -103,11 +105,7 @@ def _timed_calls(device: torch.device) -> Iterator[tuple[str, str, tuple[int, ..
             yield from (("matmul.across", name, size, _weight_grad(*size, dtype)) for size in WEIGHT_GRADIENT_SHAPES)
     if device.type == "cpu":
         yield from (("calls", "", (num,), _small_ops_call(num)) for num in CALL_COUNTS)
-    memory = allocate_table_memory(device)
-    for op, (num, width) in product_of(("gather", "rewrite", "lookup", "update"), ROW_CASES):
-        yield op, "float32", (num, width), random_row_calls(op, memory, num, width)
-    for op, (num, width) in product_of(("lookup", "update"), CACHED_ROW_CASES):
-        yield f"{op}.near", "float32", (num, width), random_row_calls(op, memory[: CACHED_BYTES // 4], num, width)
+    yield from _timed_row_calls(device)
     for num, width in COLUMN_COPY_CASES:
         yield "columns", "float32", (num, width), _column_copy_call(num, width, device)
     for bytes_ in MESSAGE_BYTES:
@@ -119,6 +117,16 @@ def _timed_calls(device: torch.device) -> Iterator[tuple[str, str, tuple[int, ..
     for (name, codec), bytes_ in product_of(TIMED_CODECS, CODEC_BYTES):
         x = torch.randn(bytes_ // 256, 64, device=device)
         yield "codec", name, (bytes_,), partial(_round_trip, codec, x)
+
+
+def _timed_row_calls(device: torch.device) -> Iterator[tuple[str, str, tuple[int, ...], Callable[[], object]]]:
+    memory = allocate_table_memory(device)
+    for op, (num, width) in product_of(("gather", "rewrite", "lookup", "update"), ROW_CASES):
+        yield op, "float32", (num, width), random_row_calls(op, memory, num, width)
+    for op, (num, width) in product_of(("lookup", "update"), CACHED_ROW_CASES):
+        yield f"{op}.near", "float32", (num, width), random_row_calls(op, memory[: CACHED_BYTES // 4], num, width)
+    for op, (num, width) in product_of(("lookup.single", "update.single"), SINGLE_ID_CASES):
+        yield op, "float32", (num, width), random_row_calls(op, memory, num, width)
 
 
 def _small_ops_call(num: int) -> Callable[[], object]:
@@ -199,7 +207,7 @@ def _dedup_call(bytes_: int, device: torch.device) -> Callable[[], object]:
 
 
 def _place_call(bytes_: int) -> Callable[[], object]:
-    """Deduplicates ids of bags for each table, and finds their lines in a cache that has all of them."""
+    """Deduplicates ids of bags for each table, announces them to caches that have all rows, and finds their lines."""
     rows = 1 << 13
     ids = torch.randint(0, rows, (bytes_ // 8,))
     bags = Ids(
@@ -212,13 +220,12 @@ def _place_call(bytes_: int) -> Callable[[], object]:
     indices = [CacheIndex(2 * rows) for _ in range(FEATURES_PER_MESSAGE)]
 
     def place() -> Tensor:
-        rows_U, counts, inverse_N = unique_rows(bags, [rows] * FEATURES_PER_MESSAGE)
-        lines_U = rows_U.clone()
-        for index, own_rows, own_lines in zip(indices, rows_U.split(counts), lines_U.split(counts), strict=True):
-            placed = index.place(own_rows)
-            own_lines.copy_(placed.lines_U)
-            index.release(placed.lines_U, written=True)
-        return lines_U[inverse_N]
+        distinct = BatchRows(*unique_rows(bags, [rows] * FEATURES_PER_MESSAGE))
+        for index, own_rows in zip(indices, distinct.by_table(), strict=True):
+            index.announce(own_rows)
+        placed = place_rows(indices, distinct, announced=True)
+        release_many(indices, placed.lines_U, distinct.counts, [True] * len(indices))
+        return placed.lines_N
 
     return place
 
@@ -241,7 +248,7 @@ def random_row_calls(op: str, memory: Tensor, num: int, row_bytes: int) -> Calla
     bytes_per_row = max(row_bytes, 64)  # at least one cache line
     calls = max(2, REUSE_DISTANCE_BYTES // bytes_per_row // num)
     ids = torch.randint(0, len(table), (calls, num), generator=rng).to(table.device)
-    call = {"gather": _gather, "rewrite": _rewrite, "lookup": _lookup, "update": _update}[op](table, ids)
+    call = ROW_CALLS[op](table, ids)
     indices = cycle(range(len(ids)))
     return lambda: call(next(indices))
 
@@ -324,19 +331,33 @@ def _rewrite(table: Tensor, ids: Tensor) -> Callable[[int], object]:
     return rewrite
 
 
-def _make_bags(values: Tensor) -> Ids:
-    offsets = torch.arange(0, len(values) + 1, IDS_PER_BAG, device=values.device)
-    return Ids(values, offsets, None, [0], [POOLINGS.index("sum")])
+def _make_bags(values: Tensor, ids_per_bag: int) -> Ids:
+    offsets = torch.arange(0, len(values) + 1, ids_per_bag, device=values.device)
+    num_features = FEATURES_PER_SAMPLE if ids_per_bag == 1 else 1
+    return Ids(values, offsets, None, [0] * num_features, [POOLINGS.index("sum")] * num_features)
 
 
-def _lookup(table: Tensor, ids: Tensor) -> Callable[[int], object]:
+def _lookup(table: Tensor, ids: Tensor, ids_per_bag: int = IDS_PER_BAG) -> Callable[[int], object]:
     """Looks up bags of random ids, as the engine does."""
     buffers = embedding.BufferPool()
-    return lambda i: embedding.lookup_into(buffers, [table], _make_bags(ids[i]))
+    return lambda i: embedding.lookup_into(buffers, [table], _make_bags(ids[i], ids_per_bag))
 
 
-def _update(table: Tensor, ids: Tensor) -> Callable[[int], object]:
+def _update(table: Tensor, ids: Tensor, ids_per_bag: int = IDS_PER_BAG) -> Callable[[int], object]:
     """Updates random rows from gradients, as the engine does."""
     state = TableState(table, [torch.ones(len(table), device=table.device)], 1, 0)
-    gradient = torch.full((ids.shape[1] // IDS_PER_BAG, table.shape[1]), 1e-3, device=table.device)
-    return lambda i: embedding.update([state], _make_bags(ids[i]), [gradient], RowWiseAdaGrad(lr=1e-3))
+    (shape,) = vector_shapes([table], _make_bags(ids[0], ids_per_bag))
+    gradient = torch.full(shape, 1e-3, device=table.device)
+    return lambda i: embedding.update([state], _make_bags(ids[i], ids_per_bag), [gradient], RowWiseAdaGrad(lr=1e-3))
+
+
+ROW_CALLS = MappingProxyType(
+    {
+        "gather": _gather,
+        "rewrite": _rewrite,
+        "lookup": _lookup,
+        "update": _update,
+        "lookup.single": partial(_lookup, ids_per_bag=1),
+        "update.single": partial(_update, ids_per_bag=1),
+    }
+)

@@ -14,7 +14,11 @@ from shardwright.spec import files
 from shardwright.spec.axes import ONE_RANK_AXES, Axis
 from shardwright.spec.checks import check_non_negative, check_positive, check_unique, raise_if_any
 
-ROW_OPS = ("gather", "rewrite", "lookup", "update", "lookup.near", "update.near", "columns")
+IDS_PER_BAG = 8  # of "lookup" and "update", of which ".single" has bags of one id, and ".near" rows in a cache
+ROW_OPS = (
+    *("gather", "rewrite", "columns", "lookup", "lookup.near", "lookup.single"),
+    *("update", "update.near", "update.single"),
+)
 PRODUCTS = ("matmul", "matmul.across")
 ID_OPS = ("ids", "ids.cut", "distinct", "place")
 OPERATIONS = (*PRODUCTS, *ROW_OPS, *ID_OPS, "pages", "codec", "calls", "host_to_device", "device_to_host")

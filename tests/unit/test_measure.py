@@ -142,7 +142,13 @@ def test_the_clock_times_as_many_calls_as_fit_in_its_window():
 
 def test_random_row_calls_read_or_write_rows():
     memory = torch.ones(1 << 14)
-    for op, is_write in (("gather", False), ("rewrite", True), ("lookup", False), ("update", True)):
+    for op, is_write in (
+        ("gather", False),
+        ("rewrite", True),
+        ("lookup", False),
+        ("update", True),
+        ("update.single", True),
+    ):
         memory.fill_(1.0)
         device.random_row_calls(op, memory, 64, 64)()
         touched_rows = (memory.view(-1, 16) != 1.0).any(1).sum()

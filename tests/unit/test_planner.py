@@ -333,6 +333,22 @@ def test_repeated_rows_use_the_price_of_near_lookups():
     assert seconds[1] == pytest.approx(new_seconds / 2 + workload.batch_size * 10 * 1e-9 + 1e-5)
 
 
+def test_vectors_of_short_bags_are_priced_by_bags_of_one_id():
+    """Of 3 ids a bag, a vector for every eight ids is in the price of the ids."""
+    workload = make_workload((100_000, 32, 3.0))
+    plain = make_cluster(2)
+    prices = tuple(Price(op=f"{op}.single", dtype="float32", seconds_per_row=1e-6) for op in ("lookup", "update"))
+    priced = replace(plain, device=replace(plain.device, prices=(*plain.device.prices, *prices)))
+    results = [make_plan(workload, cluster, pins={"t0": "table@0"}) for cluster in (plain, priced)]
+    ids, (first, second) = 3 * workload.batch_size, (result.candidate.loads for result in results)
+    for before_R, after_R, id_seconds in (
+        (first.lookup_R, second.lookup_R, 1e-8 + 2e-11 * 128),
+        (first.update_R, second.update_R, 3e-8 + 4e-11 * 128),
+    ):
+        vector_seconds = (1e-6 - id_seconds) * 8 / 7
+        assert after_R[0] - before_R[0] == pytest.approx((workload.batch_size - ids / 8) * vector_seconds)
+
+
 def test_column_and_id_overheads_use_measured_prices():
     prices = (
         Price(op="columns", dtype="float32", seconds_per_row=1e-8, seconds_per_byte=1e-10),

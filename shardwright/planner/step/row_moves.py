@@ -30,19 +30,19 @@ class RowMoves:
 def moves_by_rank(problem: Problem, placed: PlacedTables, found: Sequence[Sequence[float]]) -> RowMoves:
     """`found`: by table and tier, the share of a batch's distinct rows found there."""
     num, device = problem.cluster.num_ranks, problem.cluster.device
-    place_R, copy_R, bytes_R = np.zeros(num), np.zeros(num), np.zeros(num)
+    ids_R, copy_R, bytes_R = np.zeros(num), np.zeros(num), np.zeros(num)
     cached = [(unit, ranks) for unit, ranks in placed.pairs if found[unit.table_number][0] < 1]
     for unit, ranks in cached:
         load, own = problem.unit_load(unit), list(ranks)
         ratios = np.array(unit.lookup_ratios or (1.0,))
         ids = unit.lookups * ratios
         rows = ids * problem.distinct_share(load, unit.sharding)
-        place_R[own] += overheads.ids_seconds(device, ids, "place")
+        ids_R[own] += ids
         for tier, share in zip(device.tiers[1:], found[unit.table_number][1:], strict=True):
             row_bytes = load.row_bytes(unit.width)
             copy_R[own] += rows * share * _row_seconds(device, tier, row_bytes)
             bytes_R[own] += rows * share * row_bytes
-    return RowMoves(place_R, copy_R, bytes_R)
+    return RowMoves(overheads.ids_seconds(device, ids_R, "place"), copy_R, bytes_R)
 
 
 def _row_seconds(device: Device, tier: Tier, row_bytes: float) -> float:

@@ -13,7 +13,7 @@ from shardwright.planner.step import block_stages, block_tasks, row_moves, traff
 from shardwright.planner.step.rank_calls import Task
 from shardwright.planner.step.stages import pipeline_stages, step_stages
 from shardwright.planner.tables.sharding import TableLoad
-from shardwright.spec.cluster import Device
+from shardwright.spec.cluster import IDS_PER_BAG, Device
 from shardwright.spec.plan import Stage
 from shardwright.spec.wire import REQUEST_HEADER_BYTES
 from shardwright.spec.workload import Dtype
@@ -41,7 +41,7 @@ class RankLoads:
 def rank_loads(problem: Problem, placed: PlacedTables, found: Sequence[Sequence[float]]) -> RankLoads:
     """The loads of all ranks. `found`: by table and memory tier, the share of a batch's distinct rows found there."""
     num, device = problem.cluster.num_ranks, problem.cluster.device
-    row_seconds = cache(partial(_row_seconds, device))
+    row_seconds, vector_seconds = (cache(partial(price, device)) for price in (_row_seconds, _vector_seconds))
     units = [(unit, problem.unit_load(unit)) for unit in placed.units]
     accesses = [
         (unit.lookups, round(unit.width * load.weight_bytes), problem.distinct_share(load, unit.sharding))
@@ -50,6 +50,10 @@ def rank_loads(problem: Problem, placed: PlacedTables, found: Sequence[Sequence[
     lookup_R, update_R = (
         placed.sum_by_rank(
             (ids * row_seconds(op, size, distinct) for ids, size, distinct in accesses), num, weight_by_lookups=True
+        )
+        + placed.sum_by_rank(
+            (_unpriced_vectors(unit.vectors, unit.lookups) * vector_seconds(op, unit.width) for unit in placed.units),
+            num,
         )
         for op in ("lookup", "update")
     )
@@ -62,11 +66,14 @@ def rank_loads(problem: Problem, placed: PlacedTables, found: Sequence[Sequence[
         num_ids, size = problem.local_batch_size * load.ids_per_sample, round(load.table.dim * load.weight_bytes)
         distinct_rows = min(load.table.rows, load.distinct_share * load.ids_per_sample * problem.batch_size)
         ids_R += num_ids
-        lookup_R += num_ids * row_seconds("lookup", size, load.distinct_share)
-        update_R += distinct_rows * row_seconds("update", size, 1.0)
-        sums += num_ids * row_seconds("update", size, load.distinct_share) + block_tasks.memory_pass_seconds(
-            device, 2 * size * load.table.rows
+        lookup_seconds, sum_seconds = (
+            num_ids * row_seconds(op, size, load.distinct_share)
+            + _unpriced_vectors(problem.local_batch_size * load.vectors, num_ids) * vector_seconds(op, load.table.dim)
+            for op in ("lookup", "update")
         )
+        lookup_R += lookup_seconds
+        update_R += distinct_rows * row_seconds("update", size, 1.0)
+        sums += sum_seconds + block_tasks.memory_pass_seconds(device, 2 * size * load.table.rows)
         bytes_R += load.table_bytes
     update_R += _replica_update_seconds(problem, placed) + _column_shard_update_seconds(problem, placed)
     has_sums = any(unit.sharding.reduces_in_host and load.pooled_vectors for unit, load in units)
@@ -121,6 +128,19 @@ def _row_seconds(device: Device, op: str, row_bytes: int, distinct: float) -> fl
     if not overheads.has_price(device, f"{op}.near", "float32"):
         return first
     return distinct * first + (1 - distinct) * min(first, _amortized_row_seconds(device, f"{op}.near", row_bytes))
+
+
+def _unpriced_vectors(vectors: float, ids: float) -> float:
+    """Vectors that are not in the price of their ids, which has a vector for every IDS_PER_BAG of them."""
+    return max(0.0, vectors - ids / IDS_PER_BAG)
+
+
+def _vector_seconds(device: Device, op: str, columns: int) -> float:
+    """Seconds of writing a vector in a lookup, or of reading its gradient: by how much bags of one id are slower."""
+    if not overheads.has_price(device, f"{op}.single", "float32"):
+        return 0.0
+    single, long = (_amortized_row_seconds(device, name, 4 * columns) for name in (f"{op}.single", op))
+    return max(0.0, single - long) / (1 - 1 / IDS_PER_BAG)
 
 
 def _amortized_row_seconds(device: Device, op: str, row_bytes: int) -> float:
@@ -237,11 +257,12 @@ def _local_pooling_seconds(problem: Problem, table_loads: Sequence[TableLoad]) -
     device, seconds = problem.cluster.device, {"lookup": 0.0, "update": 0.0}
     vectors = columns = 0.0
     for load in (table_load.local_pooling for table_load in table_loads if table_load.local_pooling is not None):
+        ids, pooled = (problem.local_batch_size * num for num in (load.ids_per_sample, load.pooled_vectors))
         for op in seconds:
-            row_seconds = _row_seconds(device, op, 4 * load.table.dim, 0.0)
-            seconds[op] += problem.local_batch_size * load.ids_per_sample * row_seconds
-        vectors += problem.local_batch_size * load.pooled_vectors
-        columns += problem.local_batch_size * load.pooled_vectors * load.table.dim
+            seconds[op] += ids * _row_seconds(device, op, 4 * load.table.dim, 0.0)
+            seconds[op] += _unpriced_vectors(pooled, ids) * _vector_seconds(device, op, load.table.dim)
+        vectors += pooled
+        columns += pooled * load.table.dim
     copy_seconds = overheads.columns_seconds(device, vectors, columns)
     return seconds["lookup"] + copy_seconds, seconds["update"] + copy_seconds
 

@@ -162,6 +162,11 @@ class ShardUnit:
         return self.columns[1] - self.columns[0]
 
     @property
+    def vectors(self) -> float:
+        """Vectors or partial sums of the global batch."""
+        return self.buffer_bytes / (2 * 4 * self.width)
+
+    @property
     def total_bytes(self) -> float:
         return self.bytes_ + self.buffer_bytes
 
