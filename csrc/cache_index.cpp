@@ -24,7 +24,7 @@ SHARDWRIGHT_API int64_t shardwright_huge_pages(char* memory, int64_t bytes, int6
 namespace {
 
 // Keys ahead whose set, and whose state, is fetched; of missing keys, all states of the set.
-constexpr int64_t kAhead = 16, kClose = 6, kVictims = 3;
+constexpr int64_t kAhead = 24, kClose = 10, kVictims = 3;
 
 // A part of a batch: the rows of a range of sets.
 struct Part {
@@ -204,19 +204,19 @@ class Index {
     }
   }
 
-  void fetch_ahead(const std::vector<uint64_t>& hashes, int64_t i) const {
+  FETCHES void fetch_ahead(const std::vector<uint64_t>& hashes, int64_t i) const {
     const int64_t n = hashes.size();
     if (i + kAhead < n) __builtin_prefetch(&set_of(hashes[i + kAhead]));
     if (i + kClose < n) fetch_state(hashes[i + kClose]);
   }
 
-  void fetch_state(uint64_t hash) const {
+  FETCHES void fetch_state(uint64_t hash) const {
     const Set& set = set_of(hash);
     const uint32_t ways = ways_with(set, uint8_t(hash));
     if (ways) __builtin_prefetch(&set.states[__builtin_ctz(ways)], 1);
   }
 
-  static void fetch_states(const Set& set) {
+  FETCHES static void fetch_states(const Set& set) {
     for (int64_t way = 0; way < kWays; way += 64 / sizeof(LineState)) __builtin_prefetch(&set.states[way], 1);
   }
 
@@ -224,18 +224,14 @@ class Index {
   int64_t victim(const Set& set) const {
     if (~set.full) return __builtin_ctz(~set.full);
     int64_t best = kNoWay;
-    uint32_t best_distance = 0, best_uses = 0, best_age = 0;
-    float best_score = 0.0f;
+    Rank highest = 0;
     for (int64_t way = 0; way < kWays; ++way) {
       if (set.guests >> way & 1 || is_pinned(set, way)) continue;
       const LineState& state = set.states[way];
-      const uint32_t distance = distance_of(state.next), age = batch_ - state.last, uses = aged(state.uses, age);
-      bool better = best == kNoWay || distance > best_distance;
-      if (!better && distance == best_distance) {
-        better = state.score < best_score;
-        if (state.score == best_score) better = uses != best_uses ? uses < best_uses : age > best_age;
-      }
-      if (better) best = way, best_distance = distance, best_uses = uses, best_age = age, best_score = state.score;
+      const uint32_t age = batch_ - state.last;
+      const Rank rank = rank_of(distance_of(state.next), state.score, aged(state.uses, age), age);
+      best = rank > highest ? way : best;
+      highest = rank > highest ? rank : highest;
     }
     return best;
   }
@@ -249,6 +245,7 @@ class Index {
 
   uint32_t aged(uint32_t uses, uint32_t age) const {
     if (half_life_ < 0 || age < half_life_) return uses;
+    if (uses < 2) return 0;
     const uint32_t halvings = half_life_ ? age / uint32_t(half_life_) : 32;
     return halvings < 32 ? uses >> halvings : 0;
   }

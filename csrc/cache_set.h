@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #ifdef __SSE2__
@@ -10,6 +11,9 @@
 
 constexpr int64_t kWays = 32, kWindow = 32;  // batches that may be announced
 constexpr int64_t kNoWay = -1;
+
+// Of functions that only fetch cache lines: GCC sees no effect in one, and drops calls that it does not inline.
+#define FETCHES inline __attribute__((always_inline))
 
 // The batch of one of several indices: the position of its first row in the arrays of all, and of its first written line;
 // whether it was announced.
@@ -75,6 +79,18 @@ inline int64_t way_of(const Set& set, uint64_t hash, int64_t key) {
 
 inline bool is_pinned(const Set& set, int64_t way) {
   return set.states[way].placed != __atomic_load_n(&set.states[way].released, __ATOMIC_ACQUIRE);
+}
+
+// Which line is evicted: the one of the highest rank.
+typedef unsigned __int128 Rank;
+
+// By the batches until the next use, then the lower score, then fewer uses, then the age. Never 0.
+inline Rank rank_of(uint32_t distance, float score, uint32_t uses, uint32_t age) {
+  uint32_t bits;
+  score += 0.0f;  // -0 as 0
+  std::memcpy(&bits, &score, sizeof(bits));
+  const uint32_t ascending = bits >> 31 ? ~bits : bits | 1u << 31;
+  return Rank(uint64_t(distance + 1) << 32 | uint32_t(~ascending)) << 64 | (uint64_t(uint32_t(~uses)) << 32 | age);
 }
 
 // Announced uses of rows that are not in the cache, by key: open addressing, emptied as batches are placed.
