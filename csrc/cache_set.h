@@ -93,6 +93,33 @@ inline Rank rank_of(uint32_t distance, float score, uint32_t uses, uint32_t age)
   return Rank(uint64_t(distance + 1) << 32 | uint32_t(~ascending)) << 64 | (uint64_t(uint32_t(~uses)) << 32 | age);
 }
 
+// Whether uses count when a row is evicted, chosen by set dueling: in one of kLeaders sets they always count, in another
+// one never (there it is LRU), and in the others as in the one of both that has missed less of late.
+class Duel {
+ public:
+  explicit Duel(bool is_held) : is_held_(is_held) {}
+
+  bool uses_count(uint64_t set) const {
+    if (!is_held_) return true;
+    const uint64_t leader = set % kLeaders;
+    return leader == 0 || (leader != 1 && !is_lru_);
+  }
+
+  // Adds the missing rows of a batch in the two kinds of leading sets.
+  void add(const int64_t missing[2]) {
+    for (int64_t kind = 0; kind < 2; ++kind) missing_[kind] += missing[kind] - missing_[kind] / kBatches;
+    is_lru_ = missing_[1] < missing_[0];
+  }
+
+  static constexpr uint64_t kLeaders = 32;
+
+ private:
+  static constexpr double kBatches = 64.0;  // that count
+  const bool is_held_;
+  bool is_lru_ = false;
+  double missing_[2] = {};  // in sets where uses count, and where they do not
+};
+
 // Announced uses of rows that are not in the cache, by key: open addressing, emptied as batches are placed.
 class Window {
  public:

@@ -55,7 +55,7 @@ SIGNATURES = MappingProxyType(
         "sum_of_squares": (c_double, c_void_p, c_int64),
         "sums_counted": (c_void_p, c_void_p, c_int64, *[c_void_p] * 4),
         "sums_taken": (None, c_void_p, c_void_p, c_void_p),
-        "cache_new": (c_void_p, c_int64, c_int64),
+        "cache_new": (c_void_p, c_int64, c_int64, c_int64),
         "cache_free": (None, c_void_p),
         "cache_announce": (c_int64, c_void_p, c_void_p, c_int64),
         "cache_place": (c_int64, c_void_p, c_int64, *[c_void_p] * 8),

@@ -21,10 +21,12 @@ NEVER = 1 << 20  # as the number of the batch of the next use
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """`half_life` as in CacheIndex; `ahead`: batches whose rows are known before; `knows_all`: all later ones."""
+    """`half_life` and `adapts` as in CacheIndex; `ahead`: batches whose rows are known before; `knows_all`: all later
+    ones."""
 
     name: str
     half_life: int
+    adapts: bool = False
     ahead: int = 0
     knows_all: bool = False
 
@@ -70,7 +72,7 @@ def policies(half_life: int, ahead: int) -> tuple[Policy, ...]:
         Policy("LRU", LRU),
         Policy("LFU", LFU),
         Policy(f"LFU, halved every {half_life} batches", half_life),
-        Policy(f"the same, next {ahead} known", half_life, ahead),
+        Policy(f"the better of it and LRU, next {ahead} known", half_life, adapts=True, ahead=ahead),
         Policy("Belady's optimum", LRU, knows_all=True),
     )
 
@@ -83,7 +85,7 @@ def num_lines(table: TableAccesses, share: float) -> int:
 def simulate(table: TableAccesses, lines: int, policy: Policy) -> Hits:
     """Place the rows of all batches, and count those of the second half."""
     batches, half = table.batches, len(table.batches) // 2
-    index = CacheIndex(lines, policy.half_life)
+    index = CacheIndex(lines, policy.half_life, adapts=policy.adapts)
     next_uses = _next_uses(batches) if policy.knows_all else []
     before = Hits()
     for rows_U in batches[: 1 + policy.ahead] if policy.ahead else ():

@@ -29,7 +29,7 @@ class CachedRows:
 
     def __init__(self, parts_L: Sequence[Tensor], store: DiskStore, threads: RowThreads, table: str) -> None:
         self.parts_L, self.store, self._threads = parts_L, store, threads
-        self.index = CacheIndex(len(parts_L[0]), HALF_LIFE_BATCHES, table)
+        self.index = CacheIndex(len(parts_L[0]), HALF_LIFE_BATCHES, table, adapts=True)
         self.row_of_L = torch.full((len(parts_L[0]),), -1)
 
     def find(self, rows_U: Tensor) -> Tensor:

@@ -61,7 +61,9 @@ class HostTables:
                 module.to_empty(device=device)
                 module.reset()
         self._tables = [bags.tables[index] for index in cached]
-        self._indices = [CacheIndex(lines[index], HALF_LIFE_BATCHES, bags.tables[index].name) for index in cached]
+        self._indices = [
+            CacheIndex(lines[index], HALF_LIFE_BATCHES, bags.tables[index].name, adapts=True) for index in cached
+        ]
         self._swapped = [self._swapped_table(bags.tables[index].name, lines[index]) for index in cached]
         self._by_name = dict(zip((table.name for table in self._tables), self._swapped, strict=True))
         self._swaps = RowSwaps(self._swapped)

@@ -79,10 +79,11 @@ class CacheIndex:
     Lines are pinned from `place` to `release`. The line to evict is the one with the farthest next use among announced
     batches; of those without, the one with the lowest score, if rows are placed with scores; of those, with the fewest
     uses, halved for every `half_life` batches since the last (LRU: all are equal; LFU: never halved), then the one used
-    longest ago.
+    longest ago. `adapts`: some sets of lines are LRU whatever `half_life` is, and all others become so while these miss
+    less.
     """
 
-    def __init__(self, num_lines: int, half_life: int = LFU, table: str = "") -> None:
+    def __init__(self, num_lines: int, half_life: int = LFU, table: str = "", *, adapts: bool = False) -> None:
         native = native_library()
         if native is None:
             raise UserError("a cache needs the compiled kernels, which this installation does not have")
@@ -95,7 +96,7 @@ class CacheIndex:
         self.counts = CacheCounts()
         self.may_be_written = False  # whether lines may be written since `written_lines` cleared them
         self.native = native
-        self.handle = native.shardwright_cache_new(self.num_lines // WAYS, half_life)
+        self.handle = native.shardwright_cache_new(self.num_lines // WAYS, half_life, adapts)
         freed = weakref.finalize(self, native.shardwright_cache_free, self.handle)
         freed.atexit = False  # a generator that is closed later may still use it
 

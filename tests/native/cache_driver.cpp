@@ -22,7 +22,7 @@ struct IndexBatch {
 };
 
 extern "C" {
-void* shardwright_cache_new(int64_t, int64_t);
+void* shardwright_cache_new(int64_t, int64_t, int64_t);
 void shardwright_cache_free(void*);
 int64_t shardwright_cache_announce(void*, const int64_t*, int64_t);
 int64_t shardwright_cache_place(const IndexBatch*, int64_t, const int64_t*, const float*, int64_t*, int64_t*, int64_t*,
@@ -106,7 +106,7 @@ void train(int64_t in_flight, int64_t num_steps) {
   void* readers = shardwright_page_readers_new(in_flight, 4);
   void* log = shardwright_row_log_new(folder.c_str(), kRows, 16, 1 << 20, readers, 0);
   shardwright_page_readers_free(readers);
-  void* index = shardwright_cache_new(kSets, 8);
+  void* index = shardwright_cache_new(kSets, 8, 1);
   std::vector<int64_t> table(kRows), first(kLines), second(kLines);
   const RowPart parts[] = {{reinterpret_cast<char*>(first.data()), 8}, {reinterpret_cast<char*>(second.data()), 8}};
   for (int64_t step = 0; step < num_steps; ++step) {

@@ -38,13 +38,16 @@ class Entry:
 
 @dataclass
 class Simulator:
-    """A cache; of each set the rows by way. `future`: the rows of the announced batches."""
+    """A cache; of each set the rows by way. `future`: the rows of the announced batches. `missed`: by whether uses
+    count there, rows that were missing of late in the sets that lead."""
 
     num_sets: int
     half_life: int
+    adapts: bool = False
     batch: int = 0
     sets: list[dict[int, Entry]] = field(default_factory=list)  # in the order of the ways
     future: list[set[int]] = field(default_factory=list)
+    missed: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
 
     def __post_init__(self) -> None:
         self.sets = [{} for _ in range(self.num_sets)]
@@ -67,7 +70,9 @@ class Simulator:
             entry = Entry(last=self.batch)
             if len(ways) == WAYS:
                 free = [each for each in ways if not ways[each].pins]
-                victim = min(free, key=lambda each: self._order(each, ways[each]))  # the first way of equal ones
+                count_uses = self._uses_count(set_of(row, self.num_sets))
+                # The first way of equal ones.
+                victim = min(free, key=lambda each: self._order(each, ways[each], count_uses=count_uses))
                 if ways[victim].written:
                     evicted.add(victim)
                 rows_by_way = [row if each == victim else each for each in ways]
@@ -76,7 +81,15 @@ class Simulator:
             else:
                 ways[row] = entry
             self._use(entry, by_row[row])
+        led = [set_of(row, self.num_sets) % 32 for row in missing]
+        for uses_count in (True, False):
+            self.missed[uses_count] += led.count(0 if uses_count else 1) - self.missed[uses_count] / 64
         return missing, evicted
+
+    def _uses_count(self, number: int) -> bool:
+        if not self.adapts or number % 32 < 2:
+            return not self.adapts or number % 32 == 0
+        return self.missed[True] <= self.missed[False]
 
     def release(self, rows: list[int], written: bool) -> None:
         for row in rows:
@@ -93,9 +106,9 @@ class Simulator:
         entry.uses, entry.last, entry.score = self._aged(entry) + 1, self.batch, score
         entry.pins += 1
 
-    def _order(self, row: int, entry: Entry) -> tuple[float, float, int, int]:
+    def _order(self, row: int, entry: Entry, *, count_uses: bool) -> tuple[float, float, int, int]:
         distance = next((i for i, rows in enumerate(self.future) if row in rows), math.inf)
-        return -distance, entry.score, self._aged(entry), entry.last
+        return -distance, entry.score, self._aged(entry) if count_uses else 0, entry.last
 
 
 @st.composite
@@ -115,10 +128,11 @@ def accesses(draw: st.DrawFn) -> tuple[int, int, int, list[list[int]], bool]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(accesses(), st.booleans())
-def test_misses_and_evictions_equal_those_of_a_simulator(case, overlapped):
+@given(accesses(), st.booleans(), st.booleans())
+def test_misses_and_evictions_equal_those_of_a_simulator(case, overlapped, adapts):
     num_sets, half_life, ahead, batches, has_scores = case
-    index, simulator = CacheIndex(num_sets * WAYS, half_life), Simulator(num_sets, half_life)
+    index = CacheIndex(num_sets * WAYS, half_life, adapts=adapts)
+    simulator = Simulator(num_sets, half_life, adapts)
     values, store = torch.zeros(index.num_lines, dtype=torch.int64), dict[int, int]()
     expected, in_flight, announced = dict[int, int](), list[tuple[torch.Tensor, list[int]]](), 0
     for number, rows in enumerate(batches):
@@ -205,7 +219,7 @@ def test_threads_do_not_change_what_is_missing():
     try:
         for num_threads in (1, 2, 5):
             torch.set_num_threads(num_threads)
-            index, rng, line_of = CacheIndex(1 << 15, LRU), np.random.default_rng(3), dict[int, int]()
+            index, rng, line_of = CacheIndex(1 << 15, 2, adapts=True), np.random.default_rng(3), dict[int, int]()
             missing[num_threads] = []
             for _ in range(6):
                 rows = torch.from_numpy(rng.permutation(60_000)[:12_000])
@@ -233,6 +247,31 @@ def test_lru_lfu_and_ageing():
             index.release(placed.lines_U, written=False)
         survivors[half_life] = [row for row in range(WAYS) if int(index.find(torch.tensor([row]))) >= 0]
     assert survivors == {LRU: [1], LFU: [0], 2: [1]}
+
+
+@pytest.mark.parametrize(("drifts", "better"), [(False, "halved"), (True, "LRU")])
+def test_a_cache_that_adapts_misses_about_as_little_as_the_better_policy(drifts, better):
+    """Popular rows stay popular; or rows are used in eight batches and never again, as if they were ids of a day."""
+    rng, missing = np.random.default_rng(0), {}
+    popularity = np.arange(1, 60_001) ** -1.05
+    batches = [
+        torch.from_numpy(
+            rng.choice(12_000, 3_000, replace=False) + 1_500 * number
+            if drifts
+            else np.unique(rng.choice(60_000, 6_000, p=popularity / popularity.sum()))
+        )
+        for number in range(160)
+    ]
+    for name, half_life, adapts in (("halved", 100, False), ("LRU", LRU, False), ("adapts", 100, True)):
+        index = CacheIndex(1 << 13, half_life, adapts=adapts)
+        for number, rows_U in enumerate(batches):
+            index.release(index.place(rows_U).lines_U, written=False)
+            if number == 80:
+                before = index.counts.missing
+        missing[name] = index.counts.missing - before
+    least, most = sorted((missing["halved"], missing["LRU"]))
+    assert missing[better] == least < 0.98 * most
+    assert missing["adapts"] < least + 0.2 * (most - least)
 
 
 def test_scores_of_the_caller_come_before_uses():

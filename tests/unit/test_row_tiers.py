@@ -141,9 +141,9 @@ def test_expected_hits_are_those_of_a_simulated_cache(lines):
     points = np.array(((0, 0.0), *ZIPF_LOAD.popularity, (rows, 1.0)))
     drawn = [np.interp(rng.random(num_ids), points[:, 1], points[:, 0]).astype(np.int64) for _ in range(1000)]
     batches = tuple(torch.from_numpy(np.unique(ids)) for ids in drawn)
-    hits = simulate(TableAccesses("t", rows, 4, batches), lines, Policy("ours", HALF_LIFE_BATCHES, 1))
+    hits = simulate(TableAccesses("t", rows, 4, batches), lines, Policy("ours", HALF_LIFE_BATCHES, ahead=1))
     assert cache_hits.found_share(ZIPF_LOAD, lines, num_ids) == pytest.approx(hits.rate, abs=0.015)
-    few = simulate(TableAccesses("t", rows, 4, batches), 1024, Policy("ours", HALF_LIFE_BATCHES, 1))
+    few = simulate(TableAccesses("t", rows, 4, batches), 1024, Policy("ours", HALF_LIFE_BATCHES, ahead=1))
     assert few.rate - 0.08 < cache_hits.found_share(ZIPF_LOAD, 1024, num_ids) < few.rate
 
 

@@ -164,7 +164,7 @@ def test_training_evicts_as_an_index_that_knows_the_next_batches(overlap):
     job = job_of(OPTIMIZERS[3], disk=True, overlap=overlap, lines=96)
     for _ in job.run(batches):
         pass
-    index, known = CacheIndex(96, HALF_LIFE_BATCHES), CacheIndex(96, HALF_LIFE_BATCHES)
+    index, known = (CacheIndex(96, HALF_LIFE_BATCHES, adapts=True) for _ in range(2))
     rows = [
         torch.unique(torch.cat([batch.features.values[a:b] for a, b in _ranges(batch.features.lengths)]))
         for batch in batches
