@@ -80,7 +80,7 @@ def measure(library: ctypes.CDLL, num_lines: int, case: str, num_rounds: int) ->
     def draw() -> Tensor:
         return torch.randint(0, num_rows, (DRAWN,), generator=generator).unique() * 2654435761
 
-    index = CacheIndex(num_lines, HALF_LIFE)
+    index = CacheIndex(num_lines, HALF_LIFE, adapts=True)
     map_ = HashMap(library, num_rows) if case == "all fit" else None
 
     def place(rows: Tensor) -> None:

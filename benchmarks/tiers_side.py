@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,9 +21,10 @@ from torch import Tensor, nn
 from benchmarks.dlrm_step import BATCH, BOTTOM, DENSE, DIM, ROWS, TABLES, TOP, make_batch
 from shardwright.data.sources.source import NumpyBatch
 from shardwright.embeddings.exchange import ShardedTables
-from shardwright.jagged import Batch, Jagged
+from shardwright.jagged import Batch, Jagged, check_batch
 from shardwright.kernels.cache_index import CacheCounts
 from shardwright.kernels.initial import CHUNK_ELEMENTS
+from shardwright.kernels.native import retain_freed_memory
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import describe
 from shardwright.models.dlrm import DLRM
@@ -235,9 +237,12 @@ class Side:
         return found
 
     def _measure_loop(self, model: DLRM) -> LoopCost:
-        numbers = iter(range(1_000_000))
+        retain_freed_memory()  # as the job does
+        numbers = count()
         bottom, top = measure_loop.dense_seconds(model, lambda: self._numpy_batch(next(numbers)), "float32", cores=1.0)
-        read_seconds = measure_loop.measure_seconds(lambda: self._batch(next(numbers)), 1.0)
+        read_seconds = measure_loop.measure_seconds(
+            lambda: check_batch(self._batch(next(numbers)), allow_zero_weights=True), cores=1.0
+        )
         return LoopCost(read_seconds, bottom_seconds=bottom, top_seconds=top)
 
     def _numpy_batch(self, number: int) -> NumpyBatch:

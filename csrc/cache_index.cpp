@@ -7,8 +7,8 @@
 // The line to evict: the one with the farthest next use among the batches that were announced; of those without, the
 // one with the lowest score, if rows are placed with scores of the caller; of those, with the fewest uses, halved for
 // every `half_life` batches since the last use (0: all are equal; negative: never halved); of those, the one whose last
-// use is longest ago. So half_life 0 is LRU, a negative one LFU, and others are LFU with ageing. With `adapts`, uses count
-// only where that has missed less than LRU (Duel).
+// use is longest ago. So half_life 0 is LRU, a negative one LFU, and others are LFU with ageing. With `adapts`, sets
+// choose between that and LRU (Duel).
 //
 // If all lines of its set are pinned, a row is placed in another set, and leaves the cache once it is released.
 
@@ -33,13 +33,13 @@ struct Part {
   std::vector<uint64_t> hashes;
   std::vector<int64_t> missing, old_keys;  // a missing row, and the one that was written on its line; or kNoWay
   std::vector<int64_t> written_lines, written_keys, conflicts;
-  int64_t evicted = 0, led_missing[2] = {};
+  int64_t evicted = 0, leader_misses[2] = {};
 };
 
 class Index {
  public:
   Index(int64_t num_sets, int64_t half_life, bool adapts)
-      : num_sets_(num_sets), half_life_(half_life), duel_(adapts), sets_(scratch<Set>(num_sets)) {
+      : num_sets_(num_sets), half_life_(half_life), duel_(adapts, num_sets), sets_(scratch<Set>(num_sets)) {
     shardwright_huge_pages(reinterpret_cast<char*>(sets_.get()), num_sets * sizeof(Set), 0);
     std::memset(static_cast<void*>(sets_.get()), 0, num_sets * sizeof(Set));
   }
@@ -101,9 +101,9 @@ class Index {
         if (!place_away(part, keys[i], scores ? scores[i] : 0.0f, i, lines)) return false;
     counts->emptied = moved.written_lines.size();
     parts.push_back(std::move(moved));
-    int64_t led_missing[2] = {};
+    int64_t leader_misses[2] = {};
     for (const Part& part : parts) {
-      for (int64_t kind = 0; kind < 2; ++kind) led_missing[kind] += part.led_missing[kind];
+      for (int64_t kind = 0; kind < 2; ++kind) leader_misses[kind] += part.leader_misses[kind];
       std::copy(part.missing.begin(), part.missing.end(), missing + counts->missing);
       if (old_keys) std::copy(part.old_keys.begin(), part.old_keys.end(), old_keys + counts->missing);
       std::copy(part.written_lines.begin(), part.written_lines.end(), written_lines + counts->written);
@@ -113,7 +113,7 @@ class Index {
       counts->evicted += part.evicted;
       counts->conflicts += part.conflicts.size();
     }
-    duel_.add(led_missing);
+    duel_.add(leader_misses);
     return true;
   }
 
@@ -198,7 +198,7 @@ class Index {
       if (j + kVictims < int64_t(missing.size())) fetch_states(set_of(part.hashes[missing[j + kVictims]]));
       const int64_t i = missing[j], at = part.rows[i];
       Line line{&set_of(part.hashes[i]), 0};
-      if (const uint64_t kind = number_of(part.hashes[i]) % Duel::kLeaders; kind < 2) ++part.led_missing[kind];
+      if (const auto kind = duel_.leader(number_of(part.hashes[i])); kind != Duel::kNone) ++part.leader_misses[kind];
       line.way = victim(*line.set);
       if (line.way == kNoWay) {
         part.conflicts.push_back(at);
@@ -209,33 +209,33 @@ class Index {
     }
   }
 
-  FETCHES void fetch_ahead(const std::vector<uint64_t>& hashes, int64_t i) const {
+  ALWAYS void fetch_ahead(const std::vector<uint64_t>& hashes, int64_t i) const {
     const int64_t n = hashes.size();
     if (i + kAhead < n) __builtin_prefetch(&set_of(hashes[i + kAhead]));
     if (i + kClose < n) fetch_state(hashes[i + kClose]);
   }
 
-  FETCHES void fetch_state(uint64_t hash) const {
+  ALWAYS void fetch_state(uint64_t hash) const {
     const Set& set = set_of(hash);
     const uint32_t ways = ways_with(set, uint8_t(hash));
     if (ways) __builtin_prefetch(&set.states[__builtin_ctz(ways)], 1);
   }
 
-  FETCHES static void fetch_states(const Set& set) {
+  ALWAYS static void fetch_states(const Set& set) {
     for (int64_t way = 0; way < kWays; way += 64 / sizeof(LineState)) __builtin_prefetch(&set.states[way], 1);
   }
 
   // The way to evict, or an empty one; kNoWay if all are pinned.
   int64_t victim(const Set& set) const {
     if (~set.full) return __builtin_ctz(~set.full);
-    const bool uses_count = duel_.uses_count(&set - sets_.get());
+    const bool counts_uses = duel_.counts_uses(&set - sets_.get());
     int64_t best = kNoWay;
     Rank highest = 0;
     for (int64_t way = 0; way < kWays; ++way) {
       if (set.guests >> way & 1 || is_pinned(set, way)) continue;
       const LineState& state = set.states[way];
       const uint32_t age = batch_ - state.last;
-      const uint32_t uses = uses_count ? aged(state.uses, age) : 0;
+      const uint32_t uses = counts_uses ? aged(state.uses, age) : 0;
       const Rank rank = rank_of(distance_of(state.next), state.score, uses, age);
       best = rank > highest ? way : best;
       highest = rank > highest ? rank : highest;

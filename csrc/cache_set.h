@@ -9,11 +9,10 @@
 #include <emmintrin.h>
 #endif
 
+#include "inline.h"
+
 constexpr int64_t kWays = 32, kWindow = 32;  // batches that may be announced
 constexpr int64_t kNoWay = -1;
-
-// Of functions that only fetch cache lines: GCC sees no effect in one, and drops calls that it does not inline.
-#define FETCHES inline __attribute__((always_inline))
 
 // The batch of one of several indices: the position of its first row in the arrays of all, and of its first written line;
 // whether it was announced.
@@ -93,31 +92,39 @@ inline Rank rank_of(uint32_t distance, float score, uint32_t uses, uint32_t age)
   return Rank(uint64_t(distance + 1) << 32 | uint32_t(~ascending)) << 64 | (uint64_t(uint32_t(~uses)) << 32 | age);
 }
 
-// Whether uses count when a row is evicted, chosen by set dueling: in one of kLeaders sets they always count, in another
-// one never (there it is LRU), and in the others as in the one of both that has missed less of late.
+// Set dueling between two ways to evict, by uses and LRU. Of every kPeriod sets, one always evicts by uses and one always
+// by LRU; the others do what has missed less in these of late. Caches of few sets always evict by uses: their few leader
+// sets would differ by the rows they happen to have.
 class Duel {
  public:
-  explicit Duel(bool is_held) : is_held_(is_held) {}
+  static constexpr uint64_t kPeriod = 32, kMinSets = 2 * kPeriod;
+  enum Leader { kByUses, kByLru, kNone };
 
-  bool uses_count(uint64_t set) const {
-    if (!is_held_) return true;
-    const uint64_t leader = set % kLeaders;
-    return leader == 0 || (leader != 1 && !is_lru_);
+  Duel(bool is_wanted, uint64_t num_sets)
+      : num_led_(is_wanted && num_sets >= kMinSets ? num_sets / kPeriod * kPeriod : 0) {}
+
+  // As many sets lead one way as the other: sets after the last whole period lead none.
+  Leader leader(uint64_t set) const {
+    const uint64_t position = set % kPeriod;
+    return set >= num_led_ || position > kByLru ? kNone : Leader(position);
   }
 
-  // Adds the missing rows of a batch in the two kinds of leading sets.
-  void add(const int64_t missing[2]) {
-    for (int64_t kind = 0; kind < 2; ++kind) missing_[kind] += missing[kind] - missing_[kind] / kBatches;
-    is_lru_ = missing_[1] < missing_[0];
+  bool counts_uses(uint64_t set) const {
+    const Leader kind = leader(set);
+    return kind == kNone ? !is_lru_ : kind == kByUses;
   }
 
-  static constexpr uint64_t kLeaders = 32;
+  // Adds the misses of a batch in the leader sets.
+  void add(const int64_t misses[2]) {
+    for (int64_t kind = 0; kind < 2; ++kind) misses_[kind] += misses[kind] - misses_[kind] / kDecayBatches;
+    is_lru_ = misses_[kByLru] < misses_[kByUses];
+  }
 
  private:
-  static constexpr double kBatches = 64.0;  // that count
-  const bool is_held_;
+  static constexpr double kDecayBatches = 64.0;
+  const uint64_t num_led_;
   bool is_lru_ = false;
-  double missing_[2] = {};  // in sets where uses count, and where they do not
+  double misses_[2] = {};
 };
 
 // Announced uses of rows that are not in the cache, by key: open addressing, emptied as batches are placed.

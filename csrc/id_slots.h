@@ -32,7 +32,7 @@ class IdSlots {
   uint64_t num_slots() const { return slots_.size(); }
   int64_t num_entries() const { return size_; }
 
-  FETCHES void prefetch(int64_t key) const { __builtin_prefetch(&slots_[home_of(key)], 1); }
+  ALWAYS void prefetch(int64_t key) const { __builtin_prefetch(&slots_[home_of(key)], 1); }
 
   // The slot of a key, or the empty one where it would be.
   uint64_t find(int64_t key) const {

@@ -11,14 +11,12 @@
 #endif
 
 #include "embedding.h"
+#include "inline.h"
 
 // Name of a symbol with the level as suffix.
 #define SHARDWRIGHT_JOINED(a, b) a##b
 #define SHARDWRIGHT_JOIN(a, b) SHARDWRIGHT_JOINED(a, b)
 #define SHARDWRIGHT_AT_LEVEL(name) SHARDWRIGHT_JOIN(name, LEVEL)
-
-// Functions are always inlined: a call would move vectors through memory.
-#define ALWAYS inline __attribute__((always_inline))
 
 namespace {
 
@@ -284,8 +282,7 @@ ALWAYS void prefetch_lines(const char* row) {
   for (int line = 0; line < LINES; ++line) __builtin_prefetch(row + 64 * line);
 }
 
-// The usual sizes are unrolled, since a loop would cost as much as the work on a row. (If this were not inlined, gcc
-// would treat it as a function without effect and remove its calls.)
+// The usual sizes are unrolled, since a loop would cost as much as the work on a row.
 ALWAYS void prefetch(const void* from, int64_t bytes) {
   const char* row = static_cast<const char*>(from);
   if (bytes == 256) return prefetch_lines<4>(row);

@@ -72,7 +72,7 @@ def policies(half_life: int, ahead: int) -> tuple[Policy, ...]:
         Policy("LRU", LRU),
         Policy("LFU", LFU),
         Policy(f"LFU, halved every {half_life} batches", half_life),
-        Policy(f"the better of it and LRU, next {ahead} known", half_life, adapts=True, ahead=ahead),
+        Policy(f"set dueling, next {ahead} known", half_life, adapts=True, ahead=ahead),
         Policy("Belady's optimum", LRU, knows_all=True),
     )
 

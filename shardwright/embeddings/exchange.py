@@ -32,6 +32,7 @@ from shardwright.embeddings.host_reduce import HostReducer
 from shardwright.embeddings.incoming import incoming_requests
 from shardwright.embeddings.layout import Layout, TableGroup, TableShard
 from shardwright.embeddings.local_shards import LocalShards, PlacedIds
+from shardwright.embeddings.not_copied import NotCopied
 from shardwright.embeddings.outgoing import OutgoingRequest, RequestBuilder
 from shardwright.embeddings.responses import ResponseAssembly
 from shardwright.embeddings.routed_batch import RoutedBatch
@@ -73,7 +74,7 @@ class Lanes:
     gradient_codec: Codec = Plain()
 
 
-class ShardedTables:
+class ShardedTables(NotCopied):
     """The tables of one EmbeddingBags, sharded over the ranks of a mesh."""
 
     def __init__(

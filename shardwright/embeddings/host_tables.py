@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shardwright.comm.pending import Pending, ready
 from shardwright.comm.transfer import CopyStream
+from shardwright.embeddings.not_copied import NotCopied
 from shardwright.embeddings.row_threads import RowThreads
 from shardwright.errors import UserError
 from shardwright.jagged import Jagged, Vectors
@@ -48,7 +49,7 @@ class BatchOnLines:
     micro_batches: tuple["BatchOnLines", ...] = ()
 
 
-class HostTables:
+class HostTables(NotCopied):
     """`lines`: by index of a table, its number of lines; other tables are on the device."""
 
     def __init__(self, bags: EmbeddingTables, lines: Mapping[int, int], device: torch.device) -> None:

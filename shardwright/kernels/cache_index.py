@@ -79,8 +79,8 @@ class CacheIndex:
     Lines are pinned from `place` to `release`. The line to evict is the one with the farthest next use among announced
     batches; of those without, the one with the lowest score, if rows are placed with scores; of those, with the fewest
     uses, halved for every `half_life` batches since the last (LRU: all are equal; LFU: never halved), then the one used
-    longest ago. `adapts`: some sets of lines are LRU whatever `half_life` is, and all others become so while these miss
-    less.
+    longest ago. `adapts`: set dueling. One of 32 sets of lines always evicts as said, one always by LRU, and the others
+    follow the one that missed less of late. Caches of less than 64 sets do not adapt.
     """
 
     def __init__(self, num_lines: int, half_life: int = LFU, table: str = "", *, adapts: bool = False) -> None:

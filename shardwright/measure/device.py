@@ -43,7 +43,7 @@ WEIGHT_GRADIENT_SHAPES = (  # m, k, n
 )
 ROW_CASES = (*((16_384, width) for width in (32, 128, 512, 2048)), (2_048, 128))  # (rows of a call, bytes of a row)
 CACHED_ROW_CASES = (*((65_536, width) for width in (32, 128, 512)), (4_096, 128))
-SINGLE_ID_CASES = ((65_536, 128), (65_536, 512), (16_384, 2048))
+SINGLE_ID_CASES = (*((32_768, width) for width in (32, 128, 512, 2048)), (4_096, 128))
 CACHED_BYTES = 1 << 18  # of rows that fit in caches, for repeated lookups of the same rows
 TABLE_BYTES = 256 << 20  # larger than caches
 REUSE_DISTANCE_BYTES = 128 << 20  # of cache lines accessed before the same ids are used again
@@ -53,7 +53,7 @@ COLUMN_COPY_CASES = (*((65_536, width) for width in (64, 256, 1024)), (2_048, 25
 CALL_COUNTS = (64, 1024)  # torch calls on tiny tensors
 MESSAGE_BYTES = (1 << 15, 1 << 20)  # of ids
 FEATURES_PER_MESSAGE = 16
-FEATURES_PER_SAMPLE = 16  # of bags of one id: vectors of a sample lie side by side
+SINGLE_ID_TABLES = 16  # with a feature each; the vectors of a sample lie side by side
 TIMED_CODECS: tuple[tuple[str, Codec], ...] = (("fp16", Fp16()), ("bf16", Bf16()), ("int8", Int8()))
 
 
@@ -331,24 +331,32 @@ def _rewrite(table: Tensor, ids: Tensor) -> Callable[[int], object]:
     return rewrite
 
 
-def _make_bags(values: Tensor, ids_per_bag: int) -> Ids:
+def _make_bags(values: Tensor, ids_per_bag: int, num_tables: int) -> Ids:
+    """Bags of one feature per table."""
     offsets = torch.arange(0, len(values) + 1, ids_per_bag, device=values.device)
-    num_features = FEATURES_PER_SAMPLE if ids_per_bag == 1 else 1
-    return Ids(values, offsets, None, [0] * num_features, [POOLINGS.index("sum")] * num_features)
+    return Ids(values, offsets, None, range(num_tables), [POOLINGS.index("sum")] * num_tables)
+
+
+def _split_rows(table: Tensor, ids: Tensor, ids_per_bag: int) -> tuple[list[Tensor], list[Ids]]:
+    """Tables with the rows of `table`, several for bags of one id, and the bags of each call."""
+    num_tables = SINGLE_ID_TABLES if ids_per_bag == 1 else 1
+    num_rows = len(table) // num_tables
+    tables = [*table[: num_tables * num_rows].split(num_rows)]
+    return tables, [_make_bags(values % num_rows, ids_per_bag, num_tables) for values in ids]
 
 
 def _lookup(table: Tensor, ids: Tensor, ids_per_bag: int = IDS_PER_BAG) -> Callable[[int], object]:
     """Looks up bags of random ids, as the engine does."""
-    buffers = embedding.BufferPool()
-    return lambda i: embedding.lookup_into(buffers, [table], _make_bags(ids[i], ids_per_bag))
+    buffers, (tables, bags) = embedding.BufferPool(), _split_rows(table, ids, ids_per_bag)
+    return lambda i: embedding.lookup_into(buffers, tables, bags[i])
 
 
 def _update(table: Tensor, ids: Tensor, ids_per_bag: int = IDS_PER_BAG) -> Callable[[int], object]:
     """Updates random rows from gradients, as the engine does."""
-    state = TableState(table, [torch.ones(len(table), device=table.device)], 1, 0)
-    (shape,) = vector_shapes([table], _make_bags(ids[0], ids_per_bag))
-    gradient = torch.full(shape, 1e-3, device=table.device)
-    return lambda i: embedding.update([state], _make_bags(ids[i], ids_per_bag), [gradient], RowWiseAdaGrad(lr=1e-3))
+    tables, bags = _split_rows(table, ids, ids_per_bag)
+    states = [TableState(own, [torch.ones(len(own), device=table.device)], 1, 0) for own in tables]
+    gradients = [torch.full(shape, 1e-3, device=table.device) for shape in vector_shapes(tables, bags[0])]
+    return lambda i: embedding.update(states, bags[i], gradients, RowWiseAdaGrad(lr=1e-3))
 
 
 ROW_CALLS = MappingProxyType(

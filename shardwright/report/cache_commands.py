@@ -28,8 +28,8 @@ def cache_sim(
 ) -> None:
     """Simulate caches of table rows in front of a disk on a recipe's batches: hits by size and policy, and their cost.
 
-    Compares LRU, LFU, LFU whose counts age, the same with the next batches known, as training has it, and Belady's
-    optimum, all in a cache of 32 ways. A row counts once per batch.
+    Compares LRU, LFU, LFU whose counts age, set dueling between it and LRU with the next batches known, as training has
+    it, and Belady's optimum, all in a cache of 32 ways. A row counts once per batch.
 
     \b
     shardwright cache-sim synthetic-dlrm

@@ -14,7 +14,8 @@ from shardwright.spec import files
 from shardwright.spec.axes import ONE_RANK_AXES, Axis
 from shardwright.spec.checks import check_non_negative, check_positive, check_unique, raise_if_any
 
-IDS_PER_BAG = 8  # of "lookup" and "update", of which ".single" has bags of one id, and ".near" rows in a cache
+# Ids per bag when "lookup" and "update" are measured; ".single": one; ".near": rows are in the processor's caches.
+IDS_PER_BAG = 8
 ROW_OPS = (
     *("gather", "rewrite", "columns", "lookup", "lookup.near", "lookup.single"),
     *("update", "update.near", "update.single"),

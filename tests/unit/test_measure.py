@@ -143,16 +143,20 @@ def test_the_clock_times_as_many_calls_as_fit_in_its_window():
 def test_random_row_calls_read_or_write_rows():
     memory = torch.ones(1 << 14)
     for op, is_write in (
-        ("gather", False),
-        ("rewrite", True),
-        ("lookup", False),
-        ("update", True),
-        ("update.single", True),
+        *(("gather", False), ("rewrite", True), ("lookup", False), ("update", True)),
+        *(("lookup.single", False), ("update.single", True)),
     ):
         memory.fill_(1.0)
         device.random_row_calls(op, memory, 64, 64)()
         touched_rows = (memory.view(-1, 16) != 1.0).any(1).sum()
         assert (0 < touched_rows <= 64) == is_write
+
+
+def test_single_ids_make_a_vector_each():
+    for op, shape in (("lookup", (8, 16)), ("lookup.single", (4, 16 * 16))):
+        looked_up = device.random_row_calls(op, torch.ones(1 << 14), 64, 64)()
+        assert isinstance(looked_up, list)
+        assert [vectors.shape for vectors in looked_up] == [shape]
 
 
 def test_the_folder_must_be_writeable(monkeypatch):

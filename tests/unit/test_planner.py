@@ -333,20 +333,53 @@ def test_repeated_rows_use_the_price_of_near_lookups():
     assert seconds[1] == pytest.approx(new_seconds / 2 + workload.batch_size * 10 * 1e-9 + 1e-5)
 
 
-def test_vectors_of_short_bags_are_priced_by_bags_of_one_id():
-    """Of 3 ids a bag, a vector for every eight ids is in the price of the ids."""
-    workload = make_workload((100_000, 32, 3.0))
-    plain = make_cluster(2)
-    prices = tuple(Price(op=f"{op}.single", dtype="float32", seconds_per_row=1e-6) for op in ("lookup", "update"))
-    priced = replace(plain, device=replace(plain.device, prices=(*plain.device.prices, *prices)))
-    results = [make_plan(workload, cluster, pins={"t0": "table@0"}) for cluster in (plain, priced)]
-    ids, (first, second) = 3 * workload.batch_size, (result.candidate.loads for result in results)
-    for before_R, after_R, id_seconds in (
-        (first.lookup_R, second.lookup_R, 1e-8 + 2e-11 * 128),
-        (first.update_R, second.update_R, 3e-8 + 4e-11 * 128),
-    ):
-        vector_seconds = (1e-6 - id_seconds) * 8 / 7
-        assert after_R[0] - before_R[0] == pytest.approx((workload.batch_size - ids / 8) * vector_seconds)
+VECTOR = 1e-6  # seconds by which the price of a bag of one id is higher, plus 1e-9 a column
+
+
+def with_vector_prices(cluster: Cluster) -> Cluster:
+    """Bags of one id take `VECTOR` and 1e-9 a column more than an id of long bags."""
+    prices = tuple(
+        replace(
+            price,
+            op=f"{price.op}.single",
+            seconds_per_row=price.seconds_per_row + VECTOR,
+            seconds_per_byte=price.seconds_per_byte + 2.5e-10,
+        )
+        for price in cluster.device.prices
+        if price.op in ("lookup", "update")
+    )
+    return replace(cluster, device=replace(cluster.device, prices=(*cluster.device.prices, *prices)))
+
+
+@pytest.mark.parametrize(
+    ("pin", "bag", "lookups", "updates"),
+    [
+        ("table@0", 3.0, 512, 512),
+        ("table@0", 20.0, 0, 0),  # a vector for every eight ids is in the price of the ids
+        ("row", 3.0, 512, 384),  # partial sums for all samples, gradients only for a fourth of the ids
+        ("data", 3.0, 128, 128),
+    ],
+)
+def test_vectors_of_short_bags_are_priced_by_bags_of_one_id(pin, bag, lookups, updates):
+    """`lookups`, `updates`: vectors that the first rank writes, and whose gradients it reads, of 512 samples."""
+    workload, plain = make_workload((100_000, 32, bag)), make_cluster(4)
+    plan = make_plan(workload, plain, pins={"t0": pin}).plan
+    first, second = (
+        reprice.reprice_plan(search.define_problem(workload, cluster, 512, exact_precision(workload)), plan).loads
+        for cluster in (plain, with_vector_prices(plain))
+    )
+    ids = bag * 512 / (1 if pin.startswith("table") else 4)
+    seconds = (VECTOR + 32e-9) * 8 / 7
+    added = second.lookup_R[0] - first.lookup_R[0]
+    assert added == pytest.approx(max(0.0, lookups - ids / 8) * seconds)
+    added = second.update_R[0] - first.update_R[0]
+    if pin == "data":  # gradients are summed by row before the update
+        assert second.replica_sum_seconds - first.replica_sum_seconds == pytest.approx(
+            max(0.0, updates - ids / 8) * seconds
+        )
+        assert added == pytest.approx(0.5 * 512 * bag * 7 / 8 * seconds)  # half of the ids are distinct
+    else:
+        assert added == pytest.approx(max(0.0, updates - ids / 8) * seconds)
 
 
 def test_column_and_id_overheads_use_measured_prices():

@@ -22,7 +22,7 @@ from shardwright.runtime.planning import preview, read_plan_request
 from shardwright.runtime.supported import cached_rows
 from shardwright.spec import files
 from shardwright.spec.cache_hits import RecordedHits, with_recorded_hits
-from shardwright.spec.cluster import Cluster, Tier
+from shardwright.spec.cluster import Cluster, Price, Tier
 from shardwright.spec.row_cache import DISK, HALF_LIFE_BATCHES, LINE_BYTES, WAYS
 from shardwright.spec.workload import CacheHits, Table
 
@@ -126,6 +126,16 @@ def test_column_shards_may_be_on_disk_and_replicas_are_not():
         make_plan(LARGE, cluster, pins={"t0": "data"})
 
 
+def test_placing_all_tables_of_a_rank_is_one_call():
+    cluster = cluster_with(("dram", 5.5e7), (DISK, 1e9))
+    place = Price(op="place", call_seconds=0.5, seconds_per_byte=1e-9)
+    cluster = replace(cluster, device=replace(cluster.device, prices=(*cluster.device.prices, place)))
+    workload = make_workload((ROWS // 2, 64, 4.0), (ROWS // 2, 64, 4.0), hot=True)
+    result = make_plan(workload, cluster)
+    assert [cached_rows(table) is not None for table in result.plan.tables] == [True, True]
+    assert result.candidate.loads.expect_R == pytest.approx([0.5 + 8e-9 * workload.batch_size * 8])
+
+
 ZIPF_LOAD = TableLoad(
     Table("t", 20_000, 8),
     popularity=tuple(
@@ -141,9 +151,11 @@ def test_expected_hits_are_those_of_a_simulated_cache(lines):
     points = np.array(((0, 0.0), *ZIPF_LOAD.popularity, (rows, 1.0)))
     drawn = [np.interp(rng.random(num_ids), points[:, 1], points[:, 0]).astype(np.int64) for _ in range(1000)]
     batches = tuple(torch.from_numpy(np.unique(ids)) for ids in drawn)
-    hits = simulate(TableAccesses("t", rows, 4, batches), lines, Policy("ours", HALF_LIFE_BATCHES, ahead=1))
+    hits = simulate(
+        TableAccesses("t", rows, 4, batches), lines, Policy("ours", HALF_LIFE_BATCHES, adapts=True, ahead=1)
+    )
     assert cache_hits.found_share(ZIPF_LOAD, lines, num_ids) == pytest.approx(hits.rate, abs=0.015)
-    few = simulate(TableAccesses("t", rows, 4, batches), 1024, Policy("ours", HALF_LIFE_BATCHES, ahead=1))
+    few = simulate(TableAccesses("t", rows, 4, batches), 1024, Policy("ours", HALF_LIFE_BATCHES, adapts=True, ahead=1))
     assert few.rate - 0.08 < cache_hits.found_share(ZIPF_LOAD, 1024, num_ids) < few.rate
 
 

@@ -297,6 +297,12 @@ def test_mistakes_are_named(tmp_path, monkeypatch):
         check_supported(replace(plan, tables=(replicated, *plan.tables[1:])), model.sparse.tables)
 
 
+def test_a_built_model_is_not_planned_again():
+    job = job_of(OPTIMIZERS[1], disk=True)
+    with pytest.raises(UserError, match="built with sharded tables or with table rows on disk .* cannot be copied"):
+        plan_for(job.model, batch_of(0))
+
+
 def test_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     mine = RowsFolder()

@@ -2,23 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from types import MappingProxyType
 
 import numpy as np
 
 from shardwright.planner.price import overheads, primitives
+from shardwright.planner.price.row_prices import Op, RowPrices
 from shardwright.planner.problem import PlacedTables, Problem
 from shardwright.planner.step import block_stages, block_tasks, row_moves, traffic
 from shardwright.planner.step.rank_calls import Task
 from shardwright.planner.step.stages import pipeline_stages, step_stages
 from shardwright.planner.tables.sharding import TableLoad
-from shardwright.spec.cluster import IDS_PER_BAG, Device
 from shardwright.spec.plan import Stage
 from shardwright.spec.wire import REQUEST_HEADER_BYTES
 from shardwright.spec.workload import Dtype
 
-MANY_ROWS = 1 << 16
 CODEC_NAMES = MappingProxyType({"float16": "fp16", "bfloat16": "bf16"})
 
 
@@ -41,21 +39,25 @@ class RankLoads:
 def rank_loads(problem: Problem, placed: PlacedTables, found: Sequence[Sequence[float]]) -> RankLoads:
     """The loads of all ranks. `found`: by table and memory tier, the share of a batch's distinct rows found there."""
     num, device = problem.cluster.num_ranks, problem.cluster.device
-    row_seconds, vector_seconds = (cache(partial(price, device)) for price in (_row_seconds, _vector_seconds))
+    prices = RowPrices(device)
     units = [(unit, problem.unit_load(unit)) for unit in placed.units]
     accesses = [
         (unit.lookups, round(unit.width * load.weight_bytes), problem.distinct_share(load, unit.sharding))
         for unit, load in units
     ]
+    ops: tuple[Op, Op] = ("lookup", "update")
     lookup_R, update_R = (
         placed.sum_by_rank(
-            (ids * row_seconds(op, size, distinct) for ids, size, distinct in accesses), num, weight_by_lookups=True
+            (ids * prices.id_seconds(op, size, distinct) for ids, size, distinct in accesses),
+            num,
+            weight_by_lookups=True,
         )
         + placed.sum_by_rank(
-            (_unpriced_vectors(unit.vectors, unit.lookups) * vector_seconds(op, unit.width) for unit in placed.units),
+            (prices.vector_seconds(op, unit.width, unit.vectors, unit.lookups) for unit in placed.units),
             num,
+            weight_by_lookups=op == "update",
         )
-        for op in ("lookup", "update")
+        for op in ops
     )
     moves = row_moves.moves_by_rank(problem, placed, found)
     bytes_R = placed.sum_by_rank((unit.bytes_ for unit in placed.units), num)
@@ -67,15 +69,15 @@ def rank_loads(problem: Problem, placed: PlacedTables, found: Sequence[Sequence[
         distinct_rows = min(load.table.rows, load.distinct_share * load.ids_per_sample * problem.batch_size)
         ids_R += num_ids
         lookup_seconds, sum_seconds = (
-            num_ids * row_seconds(op, size, load.distinct_share)
-            + _unpriced_vectors(problem.local_batch_size * load.vectors, num_ids) * vector_seconds(op, load.table.dim)
-            for op in ("lookup", "update")
+            num_ids * prices.id_seconds(op, size, load.distinct_share)
+            + prices.vector_seconds(op, load.table.dim, problem.local_batch_size * load.vectors, num_ids)
+            for op in ops
         )
         lookup_R += lookup_seconds
-        update_R += distinct_rows * row_seconds("update", size, 1.0)
+        update_R += prices.sum_seconds(distinct_rows, load.table.dim, row_bytes=size)
         sums += sum_seconds + block_tasks.memory_pass_seconds(device, 2 * size * load.table.rows)
         bytes_R += load.table_bytes
-    update_R += _replica_update_seconds(problem, placed) + _column_shard_update_seconds(problem, placed)
+    update_R += _replica_update_seconds(problem, placed, prices) + _column_shard_update_seconds(problem, placed, prices)
     has_sums = any(unit.sharding.reduces_in_host and load.pooled_vectors for unit, load in units)
     reduces = problem.cluster.is_hierarchical and has_sums
     if problem.table_loads:
@@ -85,7 +87,7 @@ def rank_loads(problem: Problem, placed: PlacedTables, found: Sequence[Sequence[
     return RankLoads(lookup_R, update_R, *moved, bytes_R, sent_R, ids_R, reduces, sums)
 
 
-def _replica_update_seconds(problem: Problem, placed: PlacedTables) -> np.ndarray:
+def _replica_update_seconds(problem: Problem, placed: PlacedTables, prices: RowPrices) -> np.ndarray:
     """Seconds by rank of updating replicas of tables.
 
     The rows of all replicas are deduplicated and their gradients summed; each distinct row is then updated once.
@@ -98,12 +100,12 @@ def _replica_update_seconds(problem: Problem, placed: PlacedTables) -> np.ndarra
             rows, distinct = (k * load.distinct_rows_per_group(k) * replicas / len(ranks) for k in (replicas, 1))
             received_R[list(ranks)] += rows
             row_bytes, share = round(unit.width * load.weight_bytes), min(1.0, distinct / max(rows, 1.0))
-            seconds_R[list(ranks)] += rows * _row_seconds(device, "update", 4 * unit.width, share)
-            seconds_R[list(ranks)] += distinct * _row_seconds(device, "update", row_bytes, 1.0)
+            seconds_R[list(ranks)] += prices.sum_seconds(rows, unit.width, row_bytes=4 * unit.width, distinct=share)
+            seconds_R[list(ranks)] += prices.sum_seconds(distinct, unit.width, row_bytes=row_bytes)
     return seconds_R + overheads.ids_seconds(device, received_R, "distinct")
 
 
-def _column_shard_update_seconds(problem: Problem, placed: PlacedTables) -> np.ndarray:
+def _column_shard_update_seconds(problem: Problem, placed: PlacedTables, prices: RowPrices) -> np.ndarray:
     """Seconds by rank of updating column shards with row-wise optimizer state.
 
     Gradients are summed by row; ranks with columns of the same row exchange a float32 per row (all-to-all).
@@ -115,38 +117,11 @@ def _column_shard_update_seconds(problem: Problem, placed: PlacedTables) -> np.n
         if unit.sharding.column_shards > 1 and load.state_bytes:
             rows = unit.lookups * problem.distinct_share(load, unit.sharding)
             rows_R[list(ranks)] += rows
-            seconds_R[list(ranks)] += rows * _row_seconds(device, "update", 4 * unit.width, 1.0) + shard_seconds
+            seconds_R[list(ranks)] += prices.sum_seconds(rows, unit.width, row_bytes=4 * unit.width) + shard_seconds
     if not rows_R.any():
         return seconds_R
     exchange = primitives.collective_cost(problem.cluster, "all_to_all", problem.level_names, round(4 * rows_R.max()))
     return seconds_R + exchange.seconds
-
-
-def _row_seconds(device: Device, op: str, row_bytes: int, distinct: float) -> float:
-    """Seconds per row in a call with many rows; `distinct` is the share of rows that are not yet in a cache."""
-    first = _amortized_row_seconds(device, op, row_bytes)
-    if not overheads.has_price(device, f"{op}.near", "float32"):
-        return first
-    return distinct * first + (1 - distinct) * min(first, _amortized_row_seconds(device, f"{op}.near", row_bytes))
-
-
-def _unpriced_vectors(vectors: float, ids: float) -> float:
-    """Vectors that are not in the price of their ids, which has a vector for every IDS_PER_BAG of them."""
-    return max(0.0, vectors - ids / IDS_PER_BAG)
-
-
-def _vector_seconds(device: Device, op: str, columns: int) -> float:
-    """Seconds of writing a vector in a lookup, or of reading its gradient: by how much bags of one id are slower."""
-    if not overheads.has_price(device, f"{op}.single", "float32"):
-        return 0.0
-    single, long = (_amortized_row_seconds(device, name, 4 * columns) for name in (f"{op}.single", op))
-    return max(0.0, single - long) / (1 - 1 / IDS_PER_BAG)
-
-
-def _amortized_row_seconds(device: Device, op: str, row_bytes: int) -> float:
-    """Seconds per row in a call with many rows, without the fixed cost of the call."""
-    seconds = primitives.row_access_cost(device, op, MANY_ROWS, row_bytes).seconds
-    return (seconds - primitives.find_price(device, op, "float32").call_seconds) / MANY_ROWS
 
 
 def stage_tasks(problem: Problem, placed: PlacedTables, loads: RankLoads) -> dict[str, Task]:
@@ -254,15 +229,16 @@ def _local_pooling_seconds(problem: Problem, table_loads: Sequence[TableLoad]) -
     """Seconds of pooling exchanged rows, which are in caches, and of summing gradients by row in backward."""
     if problem.cluster.num_ranks == 1:
         return 0.0, 0.0
-    device, seconds = problem.cluster.device, {"lookup": 0.0, "update": 0.0}
+    device, prices = problem.cluster.device, RowPrices(problem.cluster.device)
+    seconds: dict[Op, float] = {"lookup": 0.0, "update": 0.0}
     vectors = columns = 0.0
     for load in (table_load.local_pooling for table_load in table_loads if table_load.local_pooling is not None):
-        ids, pooled = (problem.local_batch_size * num for num in (load.ids_per_sample, load.pooled_vectors))
+        ids, all_vectors = (problem.local_batch_size * num for num in (load.ids_per_sample, load.vectors))
         for op in seconds:
-            seconds[op] += ids * _row_seconds(device, op, 4 * load.table.dim, 0.0)
-            seconds[op] += _unpriced_vectors(pooled, ids) * _vector_seconds(device, op, load.table.dim)
-        vectors += pooled
-        columns += pooled * load.table.dim
+            seconds[op] += ids * prices.id_seconds(op, 4 * load.table.dim, 0.0)
+            seconds[op] += prices.vector_seconds(op, load.table.dim, all_vectors, ids)
+        vectors += problem.local_batch_size * load.pooled_vectors
+        columns += problem.local_batch_size * load.pooled_vectors * load.table.dim
     copy_seconds = overheads.columns_seconds(device, vectors, columns)
     return seconds["lookup"] + copy_seconds, seconds["update"] + copy_seconds
 

@@ -4,8 +4,8 @@ If hits were recorded (`shardwright cache-sim --write`), they are interpolated. 
 independently from the popularity curve. A row's score is the number of its uses, which count half after every
 HALF_LIFE_BATCHES; a row that is copied in begins with 1, and loses its uses when it is evicted. As the lines with the
 lowest scores are evicted, the rows in the cache are those above one score, at which they fill it. That training knows
-the rows of the next batches is left out: with such ids it adds a point at most. So is LRU, which misses more with them
-and is used in one of 32 sets only.
+the rows of the next batches is left out: with such ids it adds a point at most. So is set dueling: with such ids LRU
+misses more, and is used in one of 32 sets.
 
 Shape legend: A uses of a row, T lowest scores, S scores, V intervals of scores, I intervals of a popularity curve.
 """

@@ -141,7 +141,7 @@ class RowSplit(NamedTuple):
 class ShardUnit:
     """A column shard to be placed; with replicas, the same shard of every replica. Numbers are per rank that holds it.
 
-    `lookups` and `read_bytes` are averages over these ranks.
+    `lookups`, `vectors` and `read_bytes` are averages over these ranks.
     """
 
     table_number: int  # index of its TableLoad
@@ -152,6 +152,7 @@ class ShardUnit:
     bytes_: float  # of rows and their optimizer state
     buffer_bytes: float  # of vectors or partial sums, and their gradients, of the global batch
     lookups: float  # of a global batch
+    vectors: float  # and partial sums
     read_bytes: float  # of rows
     sent_bytes: float  # of vectors in float32
     lookup_ratios: tuple[float, ...] = ()  # lookups of each rank over their mean; empty: all equal
@@ -160,11 +161,6 @@ class ShardUnit:
     def width(self) -> int:
         """The number of columns."""
         return self.columns[1] - self.columns[0]
-
-    @property
-    def vectors(self) -> float:
-        """Vectors or partial sums of the global batch."""
-        return self.buffer_bytes / (2 * 4 * self.width)
 
     @property
     def total_bytes(self) -> float:
@@ -288,6 +284,7 @@ def make_shard_unit(
         bytes_=max_rows * table_load.row_bytes(width),
         buffer_bytes=2 * 4 * values,
         lookups=lookups,
+        vectors=samples * (table_load.pooled_vectors + table_load.unpooled_vectors / num_ranks),
         read_bytes=lookups * primitives.cache_line_bytes(round(width * table_load.weight_bytes)),
         sent_bytes=4 * sent_values,
         lookup_ratios=() if is_even else tuple(share * num_ranks for share in id_shares_R) * sharding.num_replicas,
