@@ -65,6 +65,25 @@ class BinaryLoss(nn.Module):
         return _weighted_mean(penalty_B, torch.ones_like(penalty_B) if batch.weights is None else batch.weights)
 
 
+class ClassLoss(nn.Module):
+    """Mean cross entropy of (B, C) logits against a label with a class of each sample, weighted by the batch's sample
+    weights."""
+
+    def __init__(self, label: str = "class") -> None:
+        super().__init__()
+        self.label = label
+
+    def forward(self, logits: Tensor, batch: Batch) -> Tensor:
+        losses = functional.cross_entropy(logits.float(), batch.labels[self.label], reduction="none")
+        if batch.weights is None:
+            return losses.mean()
+        return torch.dot(losses, batch.weights.to(losses.dtype)) / batch.weights.sum()
+
+    def is_correct(self, logits: Tensor, batch: Batch) -> Tensor:
+        """(B,) whether the class of the highest logit is the label."""
+        return logits.argmax(1) == batch.labels[self.label]
+
+
 class NextTokenLoss(nn.Module):
     """Mean cross entropy of (B, T, V) logits against the label "next" of (B, T) token ids.
 

@@ -20,6 +20,7 @@ from shardwright.models.dcn import DCN
 from shardwright.models.deepfm import DeepFM
 from shardwright.models.dhen import DHEN
 from shardwright.models.dlrm import DLRM
+from shardwright.models.het import HetDCN, HetDeepFM, HetModel, HetWideDeep
 from shardwright.models.logistic import LogisticRegression
 from shardwright.models.wide_deep import WideDeep
 from shardwright.spec.optimizer import SparseOptimizer
@@ -195,6 +196,27 @@ def dcn_v2(
     return DCN(sparse, source.num_dense, hidden=hidden, num_cross=num_cross, v2=True, rank=rank, stacked=stacked)
 
 
+def het_wide_deep(
+    source: ClickSource, optimizer: SparseOptimizer, *, dim: int, hidden: list[int], init: float | None = None
+) -> nn.Module:
+    sparse = embedding_bags(source, optimizer, dim, init=init)
+    return HetModel(sparse, HetWideDeep(sparse.dims, source.num_dense, hidden))
+
+
+def het_deepfm(
+    source: ClickSource, optimizer: SparseOptimizer, *, dim: int, hidden: list[int], init: float | None = None
+) -> nn.Module:
+    sparse = embedding_bags(source, optimizer, dim, 1, init=init)
+    return HetModel(sparse, HetDeepFM(sparse.dims, source.num_dense, hidden))
+
+
+def het_dcn(
+    source: ClickSource, optimizer: SparseOptimizer, *, dim: int, hidden: list[int], init: float | None = None
+) -> nn.Module:
+    sparse = embedding_bags(source, optimizer, dim, init=init)
+    return HetModel(sparse, HetDCN(sparse.dims, source.num_dense, hidden))
+
+
 def autoint(
     source: ClickSource,
     optimizer: SparseOptimizer,
@@ -227,5 +249,8 @@ CTR_MODELS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
         "dcn_v2": dcn_v2,
         "autoint": autoint,
         "dhen": dhen,
+        "het_wide_deep": het_wide_deep,
+        "het_deepfm": het_deepfm,
+        "het_dcn": het_dcn,
     }
 )

@@ -7,7 +7,8 @@ from torch import nn
 
 from shardwright.models.ctr import CTR_MODELS
 from shardwright.models.gpt import gpt, moe_gpt
+from shardwright.models.graphsage import graphsage
 
 MODELS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
-    {**CTR_MODELS, "gpt": gpt, "moe_gpt": moe_gpt}
+    {**CTR_MODELS, "gpt": gpt, "moe_gpt": moe_gpt, "graphsage": graphsage}
 )

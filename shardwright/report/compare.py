@@ -18,6 +18,7 @@ CURVES = (
     ("grouped_auc", "Grouped AUC", "The mean of each group's AUC, weighted by the group."),
     ("calibration", "Calibration", "Predicted over observed rate: 1 is exact."),
     ("loss", "Loss", "The mean of the model's loss."),
+    ("accuracy", "Accuracy", "The share of samples whose class has the highest score."),
     ("perplexity", "Perplexity", "The exponential of the loss of the next token."),
     ("samples_per_second", "Throughput", "Samples per second in each training window."),
     ("tokens_per_second", "Throughput, tokens", "Tokens per second in each training window."),

@@ -37,7 +37,8 @@ def curves(metrics: Metrics, machine: Sequence[MachineWindow] = ()) -> tuple[Fig
     """Figures of all metrics over samples, the most important first."""
     ranking = (auc(metrics), grouped_auc(metrics))
     speed = (throughput(metrics, machine), utilization(metrics))
-    figures = (normalized_entropy(metrics), *ranking, calibration(metrics), loss(metrics), perplexity(metrics), *speed)
+    scores = normalized_entropy(metrics), *ranking, calibration(metrics), accuracy(metrics)
+    figures = (*scores, loss(metrics), perplexity(metrics), *speed)
     return tuple(figure for figure in figures if figure)
 
 
@@ -66,6 +67,11 @@ def calibration(metrics: Metrics) -> Figure | None:
     if figure:
         figure.layout["shapes"] = [dotted_line(y0=1, y1=1, xref="paper", x0=0, x1=1)]
     return figure
+
+
+def accuracy(metrics: Metrics) -> Figure | None:
+    caption = "The share of samples whose class has the highest score."
+    return metric_figure("accuracy", "Accuracy", metrics, caption=caption, height=340)
 
 
 def loss(metrics: Metrics) -> Figure | None:
@@ -103,6 +109,11 @@ def utilization(metrics: Metrics) -> Figure | None:
 def has_tokens(metrics: Metrics) -> bool:
     """Whether the run's model predicts tokens."""
     return any(line.perplexity is not None for line in (*metrics.train, *metrics.evals))
+
+
+def has_classes(metrics: Metrics) -> bool:
+    """Whether the run's model predicts one of several classes."""
+    return any(line.accuracy is not None for line in (*metrics.train, *metrics.evals))
 
 
 def throughput(metrics: Metrics, machine: Sequence[MachineWindow] = ()) -> Figure | None:

@@ -169,6 +169,8 @@ def missing_measurements(metrics: Metrics) -> Iterator[str]:
     names = {"ne": "normalized entropy", "auc": "AUC", "calibration": "calibration"}
     if plots.has_tokens(metrics):
         names = {"mfu": "MFU"}
+    elif plots.has_classes(metrics):
+        names = {}
     missing_names = [label for name, label in names.items() if not plots.metric_series(lines, name)[0]]
     if lines and missing_names:
         yield f"Not measured in this run: {', '.join(missing_names)}."
@@ -254,7 +256,8 @@ def tiles(metrics: Metrics) -> tuple[Tile, ...]:
         perplexity = Tile("Perplexity", *outcome(metrics, final, "perplexity"))
         return (perplexity, loss, *speed_tiles(metrics))
     if not has_clicks:
-        return (loss, *speed_tiles(metrics))
+        accuracy = (Tile("Accuracy", *outcome(metrics, final, "accuracy")),) if plots.has_classes(metrics) else ()
+        return (*accuracy, loss, *speed_tiles(metrics))
     value, note = outcome(metrics, final, "ne")
     if final and final.ne is not None and final.bound_ne is not None:
         note = f"best reachable (true probabilities): {decimal_text(final.bound_ne)}"

@@ -48,6 +48,7 @@ METRIC_NAMES = (
     "tokens_per_second",
     "mfu",
     "mfu_full",
+    "accuracy",
 )
 
 
@@ -73,6 +74,7 @@ class MetricsLine:
     tokens_per_second: float | None = None
     mfu: float | None = None
     mfu_full: float | None = None
+    accuracy: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

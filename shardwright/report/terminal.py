@@ -23,6 +23,7 @@ LINE_METRICS = MappingProxyType(
         "loss": "loss",
         "bound_loss": "bound",
         "perplexity": "perplexity",
+        "accuracy": "accuracy",
         "ne": "NE",
         "bound_ne": "bound",
         "auc": "AUC",
@@ -122,6 +123,8 @@ def summary(
         parts.append(f"NE {evaluation['ne']:.4f}{bound}")
     if "auc" in evaluation:
         parts.append(f"AUC {evaluation['auc']:.4f}")
+    if "accuracy" in evaluation:
+        parts.append(f"accuracy {evaluation['accuracy']:.4f}")
     if "loss" in evaluation:
         bound = f" (best reachable {evaluation['bound_loss']:.4f})" if "bound_loss" in evaluation else ""
         parts.append(f"loss {evaluation['loss']:.4f}{bound}")

@@ -1,6 +1,7 @@
 """Models compared with plain formulas."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,9 @@ SMALL_ARGUMENTS = {
     "dcn": {"dim": 8, "hidden": [16], "num_cross": 2},
     "dcn_v2": {"dim": 8, "hidden": [16], "num_cross": 2},
     "autoint": {"dim": 8, "num_layers": 1, "num_heads": 2, "head_dim": 4},
+    "het_wide_deep": {"dim": 8, "hidden": [5, 6]},
+    "het_deepfm": {"dim": 8, "hidden": [5]},
+    "het_dcn": {"dim": 8, "hidden": [5]},
 }
 
 
@@ -227,6 +231,53 @@ def test_dcn_crosses_in_parallel_with_or_before_its_mlp():
         torch.testing.assert_close(model(samples), model.dense.head(out).squeeze(1))
 
 
+def test_het_wide_deep_reads_only_numbers_in_its_mlp():
+    model, samples = CTR_MODELS["het_wide_deep"](FeatureSource(4), SGD(lr=0.1), dim=8, hidden=[5, 6]), batch()
+    vectors, deep = model.sparse(samples).pooled_BD, samples.dense
+    for layer in (model.dense.deep.steps[0], model.dense.deep.steps[2]):
+        deep = (deep @ layer.weight.T).relu()
+    expected = torch.cat([vectors, deep], 1) @ model.dense.head.weight[0]
+    torch.testing.assert_close(model(samples), expected)
+
+
+def test_het_deepfm_reads_only_vectors_in_products_and_mlp():
+    model, samples = CTR_MODELS["het_deepfm"](FeatureSource(4), SGD(lr=0.1), dim=8, hidden=[5]), batch()
+    nn.init.normal_(model.dense.numbers.weight)
+    dense: Any = model.dense
+    site, seen, wide_site, wide_seen = model.sparse(samples).pooled_BD.split([8, 8, 1, 1], 1)
+    first, _, last = dense.deep.steps
+    deep = (torch.cat([site, seen], 1) @ first.weight.T).relu() @ last.weight[0]
+    expected = samples.dense @ model.dense.numbers.weight + (wide_site + wide_seen)[:, 0] + (site * seen).sum(1) + deep
+    torch.testing.assert_close(model(samples), expected)
+
+
+def test_het_dcn_has_three_cross_layers_beside_its_mlp():
+    model, samples = CTR_MODELS["het_dcn"](FeatureSource(4), SGD(lr=0.1), dim=8, hidden=[5]), batch()
+    first = x = torch.cat([samples.dense, model.sparse(samples).pooled_BD], 1)
+    dense: Any = model.dense
+    assert len(dense.crosses) == 3
+    for cross in dense.crosses:
+        x = first * (x @ cross.weight)[:, None] + cross.bias + x
+    deep = (first @ model.dense.deep.steps[0].weight.T).relu()
+    torch.testing.assert_close(model(samples), torch.cat([x, deep], 1) @ model.dense.head.weight[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "hidden", "parameters"),
+    [
+        ("het_wide_deep", [256, 256, 256], 137_984),
+        ("het_deepfm", [256, 256], 917_774),  # with the bias of the numeric features
+        ("het_dcn", [256, 256, 256], 1_010_011),
+    ],
+)
+def test_dense_models_of_het_have_the_parameters_of_the_paper(kind, hidden, parameters):
+    """137.98 K, 917.77 K and 1.01 M for Criteo, with tables of 128 columns."""
+    source = FeatureSource(13, tuple((f"f{i}", 10, False) for i in range(26)))
+    with torch.device("meta"):
+        model = CTR_MODELS[kind](source, SGD(lr=0.1), dim=128, hidden=hidden)
+    assert sum(parameter.numel() for parameter in model.dense.parameters()) == parameters
+
+
 def test_autoint_attends_over_all_fields():
     options = {"num_layers": 2, "num_heads": 2, "head_dim": 3}
     model, samples = AutoInt(EmbeddingBags(tables(), FEATURES), 4, hidden=[5], **options), batch()
@@ -251,6 +302,19 @@ class FeatureSource:
     features: tuple = (("site", 40, False), ("seen", 30, True))
 
 
+@dataclass(frozen=True)
+class Neighborhoods:
+    """A source of nodes with two sampled neighbours each."""
+
+    fanouts: tuple[int, ...] = (2,)
+    num_positions: int = 3
+    num_classes: int = 4
+
+    @property
+    def tables(self) -> dict[str, int]:
+        return {"words": 30}
+
+
 ARGUMENTS = {
     "logistic": {},
     "dlrm": {"dim": 8, "bottom": [8], "top": [5]},
@@ -261,6 +325,9 @@ ARGUMENTS = {
     "dcn": {"dim": 8, "num_cross": 2, "hidden": [5]},
     "dcn_v2": {"dim": 8, "num_cross": 2, "hidden": [5], "rank": 2, "stacked": True},
     "autoint": {"dim": 8, "num_layers": 1, "num_heads": 2, "head_dim": 4},
+    "het_wide_deep": {"dim": 8, "hidden": [5, 6]},
+    "het_deepfm": {"dim": 8, "hidden": [5]},
+    "het_dcn": {"dim": 8, "hidden": [5]},
 }
 
 
@@ -281,7 +348,8 @@ def test_every_model_trains_with_and_without_numeric_features(name, num_dense):
 @pytest.mark.parametrize("recipe", config.recipes())
 def test_every_recipe_builds_its_model(recipe):
     settings = config.load(recipe)
-    source = {"synthetic": ClickStream(), "tokens": Grammar()}.get(settings.data.kind, FeatureSource(13))
+    sources = {"synthetic": ClickStream(), "tokens": Grammar(), "graph": Neighborhoods()}
+    source = sources.get(settings.data.kind, FeatureSource(13))
     model = make_model(settings, source)  # pyright: ignore[reportArgumentType]
     assert (sparse_of(model) is None) == (settings.tables is None) and all(p.is_meta for p in model.parameters())
     assert settings.tables is None or model.sparse.optimizer is not None

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, select
-from shardwright.layers.loss import BinaryLoss, NextTokenLoss
+from shardwright.layers.loss import BinaryLoss, ClassLoss, NextTokenLoss
 from shardwright.runtime.outputs import Output
 
 NUM_BINS = 1 << 14
@@ -70,9 +70,9 @@ def grouped_auc(scores: Tensor, labels: Tensor, groups: Tensor, weights: Tensor 
 class WindowMetrics:
     """Outputs collected until `compute` is called.
 
-    Without a binary label only the model's loss is collected. `group` names a feature with one id per sample, for the
-    grouped AUC. `shared_ids` are its ids that several groups share, such as the id of unknown values; their samples are
-    left out of the grouped AUC.
+    Without a binary label only the model's loss is collected, and with `classes` the accuracy. `group` names a feature
+    with one id per sample, for the grouped AUC. `shared_ids` are its ids that several groups share, such as the id of
+    unknown values; their samples are left out of the grouped AUC.
     """
 
     def __init__(
@@ -81,28 +81,34 @@ class WindowMetrics:
         group: str | None = None,
         shared_ids: Sequence[int] = (),
         weigh: Callable[[Batch], float] | None = None,
+        classes: ClassLoss | None = None,
     ) -> None:
         """`weigh`: the weight of a batch's mean loss; default: its number of samples."""
         self.label = label
         self.weigh = weigh or (lambda batch: float(batch.batch_size))
+        self.classes = classes
         self.group = group
         self.shared_ids = torch.tensor(shared_ids, dtype=torch.int64)
         self._losses: list[tuple[Tensor, float]] = []  # of each batch, with its weight
-        self._columns: dict[str, list[Tensor]] = {"logits": [], "labels": [], "weights": [], "groups": []}
+        self._columns: dict[str, list[Tensor]] = {
+            name: [] for name in ("logits", "labels", "weights", "groups", "correct")
+        }
 
     def update(self, output: Output, penalty: Tensor | float = 0.0) -> None:
         """Add the output of a batch; outputs without scores do not count. `penalty`: left out of its loss."""
         if not output.has_scores:
             return
         self._losses.append((output.loss - penalty, self.weigh(output.batch)))
+        if self.classes is not None:
+            self._columns["correct"].append(self.classes.is_correct(output.logits, output.batch).double())
         if self.label is not None:
             is_pair = isinstance(output.logits, tuple)  # with the penalties of samples
             self._columns["logits"].append(output.logits[0] if is_pair else output.logits)
             self._columns["labels"].append(output.batch.labels[self.label])
-            if output.batch.weights is not None:
-                self._columns["weights"].append(output.batch.weights)
-            if self.group is not None:
-                self._columns["groups"].append(_single_ids(output, self.group))
+        if (self.label is not None or self.classes is not None) and output.batch.weights is not None:
+            self._columns["weights"].append(output.batch.weights)
+        if self.label is not None and self.group is not None:
+            self._columns["groups"].append(_single_ids(output, self.group))
 
     def columns(self) -> dict[str, Tensor | None]:
         """One tensor of values by sample per column, None if empty; "losses" has (loss, weight) by batch."""
@@ -112,7 +118,7 @@ class WindowMetrics:
 
     def from_columns(self, columns: Mapping[str, Tensor]) -> "WindowMetrics":
         """A window with this window's settings and the given columns, which may come from several windows."""
-        window = WindowMetrics(self.label, self.group, self.shared_ids.tolist(), self.weigh)
+        window = WindowMetrics(self.label, self.group, self.shared_ids.tolist(), self.weigh, self.classes)
         window._losses = [(loss, float(weight)) for loss, weight in columns["losses"]]
         window._columns = {name: [columns[name]] if name in columns else [] for name in self._columns}
         return window
@@ -123,10 +129,13 @@ class WindowMetrics:
         if not total:
             return {}
         model_metrics = {"loss": sum(float(loss) * weight for loss, weight in self._losses) / total}
-        if self.label is None:
+        columns = self.columns()
+        weights, correct, logits, labels = (columns[name] for name in ("weights", "correct", "logits", "labels"))
+        if correct is not None:
+            model_metrics["accuracy"] = _mean(correct, weights)
+        if logits is None or labels is None:
             return model_metrics
-        _, logits, labels, weights, groups = self.columns().values()
-        assert logits is not None and labels is not None
+        groups = columns["groups"]
         model_loss, rate = log_loss(logits, labels, weights), _mean(labels.double(), weights)
         values = _loss_metrics(model_loss, rate, _mean(logits.double().sigmoid(), weights))
         values["auc"] = auc(logits, labels, weights)
@@ -135,6 +144,11 @@ class WindowMetrics:
             unshared_weights = None if weights is None else weights[unshared]
             values["grouped_auc"] = grouped_auc(logits[unshared], labels[unshared], groups[unshared], unshared_weights)
         return model_metrics | {name: value for name, value in values.items() if value is not None}
+
+
+def labels_of(loss: nn.Module) -> tuple[str | None, ClassLoss | None]:
+    """The binary label, or the loss of classes, that metrics are computed from."""
+    return (loss.label, None) if isinstance(loss, BinaryLoss) else (None, loss if isinstance(loss, ClassLoss) else None)
 
 
 def mean_penalty(loss: nn.Module, output: Output) -> Tensor | float:

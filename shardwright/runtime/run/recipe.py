@@ -13,6 +13,7 @@ from torch import nn
 
 from shardwright.config import OpenSection, Settings, resolve_name
 from shardwright.data.features.transforms import Transforms
+from shardwright.data.graphs.neighborhoods import Neighborhoods, open_graph
 from shardwright.data.loading.loader import Loader
 from shardwright.data.logs.click_log import open_log
 from shardwright.data.sources.source import Source, Subset
@@ -52,7 +53,7 @@ def evaluation_source(settings: Settings, source: Source, position: int) -> Subs
         )
     samples = held_out()
     if samples.size == 0:
-        key = "data.validation" if isinstance(source, TokenSequences) else "data.split.test"
+        key = "data.validation" if isinstance(source, TokenSequences | Neighborhoods) else "data.split.test"
         raise UserError(f"no samples are held out to evaluate on: raise {key}, or set train.eval_samples=0")
     return Subset(samples, 0, size if samples.size is None else min(size, samples.size))
 
@@ -131,6 +132,7 @@ SOURCES = MappingProxyType(
         "synthetic": ClickStream,
         "tokens": open_tokens,
         "stream": open_stream,
+        "graph": open_graph,
         **{kind: partial(open_log, kind) for kind in LOG_KINDS},
     }
 )

@@ -25,7 +25,6 @@ from shardwright.data.sources.source import Source
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.kernels.matmul import library_in_use, preferred_library, use_library
-from shardwright.layers.loss import BinaryLoss
 from shardwright.planner.step.loop_cost import METRICS
 from shardwright.runtime import memory_check
 from shardwright.runtime.accumulation import loss_weight
@@ -144,7 +143,7 @@ class Trainer:
         self.watcher = watcher
         self.token_meter = token_meter
         self.routing = RoutingRecorder(job.model, self.rank_group)
-        self.label = job.model.loss.label if isinstance(job.model.loss, BinaryLoss) else None
+        self.label, self.classes = metrics.labels_of(job.model.loss)
         self.samples = 0  # trained on since the start of the run
         self.seconds = 0.0  # spent training since the start of the run
         self.evaluation: dict[str, Any] = {}
@@ -320,7 +319,7 @@ class Trainer:
     def _make_window(self) -> metrics.WindowMetrics:
         unknown_ids = getattr(self.source, "unknown_ids", ())
         weigh = partial(loss_weight, self.job.model.loss) if self.label is None else None
-        return metrics.WindowMetrics(self.label, self.settings.train.group or None, unknown_ids, weigh)
+        return metrics.WindowMetrics(self.label, self.settings.train.group or None, unknown_ids, weigh, self.classes)
 
     def _update_early_stopping(self) -> None:
         """With early stopping: save the state if the last evaluation is the best so far."""

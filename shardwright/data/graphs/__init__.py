@@ -1,0 +1,1 @@
+"""Graphs of labelled nodes, and sampled neighbourhoods as samples."""
