@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardwright.layers.convert import from_torch, from_torchrec, to_torch, to_torchrec
     from shardwright.layers.embedding import EmbeddingBags
     from shardwright.layers.embedding_dict import EmbeddingBagsDict
-    from shardwright.layers.loss import BinaryLoss
+    from shardwright.layers.loss import BinaryLoss, ClassLoss
     from shardwright.measure.describe import describe
     from shardwright.runtime.build import build
     from shardwright.runtime.job import Job
@@ -42,7 +42,7 @@ _NAMES_BY_MODULE = MappingProxyType(
         "jagged": ("Batch", "Jagged", "Vectors"),
         "layers.embedding": ("EmbeddingBags",),
         "layers.embedding_dict": ("EmbeddingBagsDict",),
-        "layers.loss": ("BinaryLoss",),
+        "layers.loss": ("BinaryLoss", "ClassLoss"),
         "layers.convert": ("from_torch", "from_torchrec", "to_torch", "to_torchrec"),
         "measure.describe": ("describe",),
         "runtime.build": ("build",),
@@ -62,6 +62,7 @@ __all__ = (
     "Adam",
     "Batch",
     "BinaryLoss",
+    "ClassLoss",
     "ClickStream",
     "EmbeddingBags",
     "EmbeddingBagsDict",

@@ -66,15 +66,31 @@ class BinaryLoss(nn.Module):
 
 
 class ClassLoss(nn.Module):
-    """Mean cross entropy of (B, C) logits against a label with a class of each sample, weighted by the batch's sample
-    weights."""
+    """Mean cross entropy of (B, C) logits, weighted by the batch's sample weights; a label is a class from 0."""
 
     def __init__(self, label: str = "class") -> None:
         super().__init__()
         self.label = label
 
+    def check(self, batch: Batch) -> Tensor:
+        """Return the batch's labels; raise an error if a label is not a whole number from 0."""
+        labels = batch.labels.get(self.label)
+        if labels is None:
+            raise UserError(f'the batch has no label "{self.label}"; it has {sorted(batch.labels)}')
+        if labels.shape != (batch.batch_size,) or labels.dtype != torch.int64:
+            raise UserError(
+                f'label "{self.label}" is {labels.dtype} {tuple(labels.shape)}; wanted a class of each sample, int64 '
+                f"({batch.batch_size},)"
+            )
+        if not labels.is_meta and labels.numel() and int(labels.min()) < 0:
+            raise UserError(
+                f'label "{self.label}": sample {int(labels.argmin())} is {int(labels.min())}; classes are from 0'
+            )
+        return labels
+
     def forward(self, logits: Tensor, batch: Batch) -> Tensor:
-        losses = functional.cross_entropy(logits.float(), batch.labels[self.label], reduction="none")
+        logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        losses = functional.cross_entropy(logits, batch.labels[self.label], reduction="none")
         if batch.weights is None:
             return losses.mean()
         return torch.dot(losses, batch.weights.to(losses.dtype)) / batch.weights.sum()

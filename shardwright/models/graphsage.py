@@ -1,7 +1,7 @@
-"""GraphSAGE with mean aggregation: a layer joins a node's vector with the mean of its neighbours'.
+"""GraphSAGE with mean aggregation: a layer concatenates a node's vector with the mean of its neighbors' vectors.
 
-Hamilton et al., "Inductive Representation Learning on Large Graphs" (2017). Samples are neighbourhoods
-(data/graphs/neighborhoods.py): a vector for each position, the node first, then its neighbours, then theirs.
+Hamilton et al., "Inductive Representation Learning on Large Graphs" (2017). Samples are neighborhoods
+(data/graphs/neighborhoods.py): a vector for each position, first of the node, then of its neighbors, then of theirs.
 
 Shape legend: B samples, P positions, C channels, I inputs, D columns of a table.
 """
@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Vectors
+from shardwright.layers.dropout import Dropout
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.loss import ClassLoss
 from shardwright.spec.optimizer import SparseOptimizer
@@ -23,7 +24,7 @@ from shardwright.spec.workload import Feature, Table
 
 
 class NeighborhoodSource(Protocol):
-    """Interface of a source of neighbourhoods; `tables`: the rows of the table of each input."""
+    """Interface of a source of neighborhoods; `tables`: the rows of the table of each input."""
 
     @property
     def fanouts(self) -> Sequence[int]: ...
@@ -71,23 +72,23 @@ class GraphSAGEDense(nn.Module):
         self.layers = nn.ModuleList(
             nn.Linear(2 * wide, narrow) for wide, narrow in zip(widths, widths[1:], strict=False)
         )
-        self.dropout = nn.Dropout(dropout)
+        self.dropouts = nn.ModuleList(Dropout(dropout) for _ in self.layers)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         x_BPC = vectors.pooled_BD.unflatten(1, (self.num_inputs, sum(self.level_sizes), -1)).transpose(1, 2).flatten(2)
-        levels = list(self.dropout(x_BPC).split(self.level_sizes, dim=1))
-        for layer in self.layers:
-            levels = [
-                layer(torch.cat([near, self._means(far, near)], 2))
-                for near, far in zip(levels, levels[1:], strict=False)
-            ]
+        sizes = self.level_sizes
+        for dropout, layer in zip(self.dropouts, self.layers, strict=True):
+            levels = dropout(x_BPC).split(sizes, dim=1)
+            pairs = zip(levels, levels[1:], strict=False)
+            x_BPC = layer(torch.cat([torch.cat([near, self._means(far, near)], 2) for near, far in pairs], 1))
+            sizes = sizes[:-1]
             if layer is not self.layers[-1]:
-                levels = [self.dropout(functional.relu(level)) for level in levels]
-        return levels[0].squeeze(1)
+                x_BPC = functional.relu(x_BPC)
+        return x_BPC.squeeze(1)
 
     @staticmethod
     def _means(far: Tensor, near: Tensor) -> Tensor:
-        """The mean over the neighbours of each position."""
+        """The mean over the neighbors of each position."""
         return far.unflatten(1, (near.shape[1], -1)).mean(2)
 
 
@@ -100,7 +101,9 @@ def graphsage(
     dropout: float = 0.0,
     init: float | None = None,
 ) -> nn.Module:
-    """GraphSAGE for the neighbourhoods of a source; words are averaged."""
+    """GraphSAGE for the neighborhoods of a source; words are averaged."""
+    if not hasattr(source, "fanouts"):
+        raise UserError(f"model.kind=graphsage needs a source of neighborhoods, data.kind=graph, not {source!r}")
     tables = [Table(name, rows, dim, init=init) for name, rows in source.tables.items()]
     features = [
         Feature(f"{name}{position}", name, "mean") for name in source.tables for position in range(source.num_positions)

@@ -1,4 +1,4 @@
-"""Wide & Deep, DeepFM and DCN as HET trains them; layers have no biases.
+"""Wide & Deep, DeepFM and DCN as HET trains them; MLPs and heads have no biases.
 
 Miao et al., "HET: Scaling out Huge Embedding Model Training via Cache-enabled Distributed Framework" (PVLDB 2021), with
 its code's layers. On Criteo's 13 numbers and 26 features of 128 columns the dense models have the paper's 138 K, 918 K

@@ -26,6 +26,7 @@ from shardwright.kernels.matmul import library_in_use, preferred_library, use_li
 from shardwright.kernels.native import retain_freed_memory
 from shardwright.kernels.reference import num_row_sums
 from shardwright.layers.draws import LayerDraws, StepDraws
+from shardwright.layers.dropout import Dropout
 from shardwright.layers.embedding import EmbeddingTables, find_tables
 from shardwright.layers.gates import TopKGate
 from shardwright.measure.describe import check_contract, sparse_of
@@ -149,7 +150,7 @@ def _key_draws(model: nn.Module, plan: Plan, rank: int, num_parts: int) -> StepD
     part, _ = plan.position(rank, plan.sample_axes)
     draws = StepDraws(part, num_parts)
     for path, module in model.named_modules():
-        if isinstance(module, TopKGate):
+        if isinstance(module, TopKGate | Dropout):
             module.draws = LayerDraws(draws, path)
     return draws
 

@@ -20,7 +20,7 @@ from shardwright.config.overrides import apply_overrides
 from shardwright.data.sources.source import Source
 from shardwright.errors import UserError, did_you_mean
 from shardwright.jagged import Batch, check_batch
-from shardwright.layers.loss import BinaryLoss
+from shardwright.layers.loss import BinaryLoss, ClassLoss
 from shardwright.measure.describe import describe, sparse_of
 from shardwright.measure.device import has_fast_bf16_matmul
 from shardwright.planner.pins import LayerRequest, TableRequest
@@ -306,6 +306,6 @@ def _describe_first_batch(settings: Settings, source: Source, model: nn.Module) 
     sparse = sparse_of(model)
     if sparse is not None:
         sparse.check(sparse.read(batch.features))
-    if isinstance(model.loss, BinaryLoss):
+    if isinstance(model.loss, BinaryLoss | ClassLoss):
         model.loss.check(batch)
     return describe(model, batch, getattr(source, "statistics", None))

@@ -8,11 +8,11 @@ NUM_NODES, NUM_CLASSES, NUM_WORDS = 240, 3, 60
 
 
 def write_npz(path: Path, *, seed: int = 0) -> Path:
-    """Nodes have mostly neighbours of their class, and words of it: class c has words 20 c to 20 c + 19."""
+    """Nodes have mostly neighbors of their class, and words of it: class c has words 20 c to 20 c + 19."""
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, NUM_CLASSES, NUM_NODES)
     edges = []
-    for node in range(NUM_NODES - 1):  # the last node has no neighbours
+    for node in range(NUM_NODES - 1):  # the last node has no neighbors
         same = np.flatnonzero(labels[:-1] == labels[node])
         edges += [(node, int(other)) for other in rng.choice(same, 3)]
         edges.append((node, int(rng.integers(0, NUM_NODES - 1))))

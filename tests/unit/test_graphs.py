@@ -1,4 +1,4 @@
-"""Graphs: files, sampled neighbourhoods, GraphSAGE against a plain formula, and a run."""
+"""Graphs: files, sampled neighborhoods, GraphSAGE against a plain formula, and a run."""
 
 import json
 import pickle
@@ -10,14 +10,25 @@ import torch
 from graphs import NUM_CLASSES, NUM_NODES, write_npz
 
 from shardwright import config
+from shardwright.data.graphs import graph as graph_module
 from shardwright.data.graphs.graph import read_graph
 from shardwright.data.graphs.neighborhoods import open_graph
 from shardwright.data.loading.loader import to_batch
+from shardwright.data.sources.source import NumpyBatch
+from shardwright.data.sources.synthetic import ClickStream
 from shardwright.errors import UserError
+from shardwright.jagged import Batch, Jagged
+from shardwright.layers.draws import LayerDraws, StepDraws
+from shardwright.layers.dropout import Dropout
+from shardwright.layers.loss import ClassLoss
 from shardwright.models.graphsage import graphsage
 from shardwright.report.run_page import render
+from shardwright.runtime.outputs import Output, Scores
 from shardwright.runtime.run import train as training
+from shardwright.runtime.run.metrics import WindowMetrics
+from shardwright.spec.calls import Call
 from shardwright.spec.optimizer import SGD
+from shardwright.spec.plan import Stage
 
 
 @pytest.fixture
@@ -43,7 +54,7 @@ def test_a_folder_of_text_files_is_the_same_graph(graph, tmp_path):
     # Neighbours in both directions, without the node itself.
     pairs = {(a, b) for a, b in edges.tolist() if a != b}
     expected = sorted(b for a, b in pairs | {(b, a) for a, b in pairs} if a == 7)
-    assert one.neighbors.join(np.array([7])).tolist() == expected
+    assert one.neighbors.concatenate(np.array([7])).tolist() == expected
 
 
 def test_mistakes_in_files_are_named(graph, tmp_path):
@@ -66,14 +77,31 @@ def test_mistakes_in_files_are_named(graph, tmp_path):
     (folder / "edges.csv").write_text("0,1,2\n")
     with pytest.raises(UserError, match="edges.csv: 3 columns a line; wanted 2"):
         read_graph(str(folder))
-    with pytest.raises(UserError, match=r'data.inputs: "word"; wanted words or node'):
+    with pytest.raises(UserError, match=r"data.inputs=\['word'\]; wanted"):
         open_graph(graph, inputs=["word"])
-    with pytest.raises(UserError, match="wanted two shares of the labelled nodes below 1, or two numbers"):
+    for changed, message in (
+        ({"labels": np.full(NUM_NODES, -100)}, "the label of node 0 is -100; wanted a class from 0, or -1"),
+        ({"labels": np.zeros(NUM_NODES)}, r"labels are float64 \(240,\); wanted a whole number for each node"),
+        ({"labels": np.zeros(NUM_NODES, np.int64)}, "fewer than two classes"),
+        ({"adj_indices": np.zeros(3, np.int64)}, "are not compressed sparse rows"),
+        ({"feat_indices": None}, "no array feat_indices"),
+        ({"feat_indptr": None, "x": np.zeros((NUM_NODES, 3))}, 'features in array "x" are not read'),
+    ):
+        arrays = {name: array for name, array in (dict(np.load(graph)) | changed).items() if array is not None}
+        np.savez(tmp_path / "changed.npz", **arrays)
+        with pytest.raises(UserError, match=message):
+            read_graph(str(tmp_path / "changed.npz"))
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "graph.npz").read_bytes()[:500])
+    with pytest.raises(UserError, match="cut.npz: not an .npz file of plain arrays"):
+        read_graph(str(tmp_path / "cut.npz"))
+    with pytest.raises(UserError, match="model.kind=graphsage needs a source of neighborhoods"):
+        graphsage(ClickStream(), SGD(lr=0.1), dim=8, hidden=6)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UserError, match="wanted two shares of the labeled nodes below 1, or two numbers"):
         open_graph(graph, train=0.5, validation=30)
 
 
 @pytest.mark.parametrize(("train", "validation"), [(20, 30), (0.6, 0.2), (20, 0)])
-def test_every_labelled_node_is_in_one_part(graph, train, validation):
+def test_every_labeled_node_is_in_one_part(graph, train, validation):
     source = open_graph(graph, train=train, validation=validation, draws=3)
     parts = [part._nodes for part in (source, source.evaluation(), source.test())]
     assert sorted(np.concatenate(parts).tolist()) == list(range(NUM_NODES))
@@ -85,7 +113,7 @@ def test_every_labelled_node_is_in_one_part(graph, train, validation):
     assert source.size == 3 * len(parts[0])
 
 
-def test_samples_are_neighbourhoods_and_do_not_depend_on_their_batch(graph):
+def test_samples_are_neighborhoods_and_do_not_depend_on_their_batch(graph):
     source = open_graph(graph, fanouts=[3, 2], inputs=["words", "node"], train=0.9, validation=0.0, draws=2)
     indices = np.arange(source.size)
     batch = source.take(indices)
@@ -93,12 +121,12 @@ def test_samples_are_neighbourhoods_and_do_not_depend_on_their_batch(graph):
     sizes = batch.lengths.sum(1)
     nodes_PB = batch.values[sizes[:10].sum() :].reshape(10, len(indices))
     words = batch.values[: sizes[:10].sum()]
-    assert np.array_equal(words, source.graph.words.join(nodes_PB.ravel()))
+    assert np.array_equal(words, source.graph.words.concatenate(nodes_PB.ravel()))
     assert np.array_equal(batch.labels["class"], source.graph.labels[nodes_PB[0]])
     parents = [0, 0, 0, 1, 1, 2, 2, 3, 3]
     for position, parent in enumerate(parents, start=1):
         for near, far in zip(nodes_PB[parent], nodes_PB[position], strict=True):
-            neighbors = source.graph.neighbors.join(np.array([near]))
+            neighbors = source.graph.neighbors.concatenate(np.array([near]))
             assert far in neighbors if len(neighbors) else far == near
     assert not np.array_equal(nodes_PB[:, : len(indices) // 2], nodes_PB[:, len(indices) // 2 :])  # two draws
     chosen = indices[[5, 3, 200]]
@@ -107,12 +135,57 @@ def test_samples_are_neighbourhoods_and_do_not_depend_on_their_batch(graph):
     assert source.take(indices[:0]).lengths.shape == (20, 0)
 
 
-def test_every_neighbour_is_drawn_equally_often(graph):
+def test_nodes_without_a_label_are_neighbors_only(graph, tmp_path):
+    arrays = dict(np.load(graph))
+    arrays["labels"] = np.where(np.arange(NUM_NODES) % 2 == 1, -1, arrays["labels"])
+    np.savez(tmp_path / "half.npz", **arrays)
+    source = open_graph(str(tmp_path / "half.npz"), inputs=["node"], train=0.8, validation=0.0)
+    nodes_PB = source.take(np.arange(source.size)).values.reshape(source.num_positions, -1)
+    assert (nodes_PB[0] % 2 == 0).all() and (nodes_PB[1] % 2 == 1).any()
+    assert len(source._nodes) == 96
+
+
+def test_a_graph_that_changes_during_a_run_is_named(graph, tmp_path):
+    source = open_graph(graph)
+    write_npz(tmp_path / "graph.npz", seed=1)
+    with pytest.raises(UserError, match="graph.npz has changed since the run began"):
+        graph_module.open_graph_once.cache_clear()
+        source.test().take(np.arange(3))
+
+
+def test_dropout_draws_by_rank_and_repeats_in_a_second_pass():
+    dropout, x = Dropout(0.5), torch.ones(4, 6)
+    masks = []
+    for part in (0, 1):
+        draws = StepDraws(part)
+        dropout.draws = LayerDraws(draws, "layer")
+        with draws.keyed(Call(Stage("forward", "main"), step=3)):
+            masks += [dropout(x), dropout(x)]
+    assert torch.equal(masks[0], masks[1]) and not torch.equal(masks[0], masks[2])
+    assert {*masks[0].unique().tolist()} == {0.0, 2.0}
+    assert torch.equal(dropout.eval()(x), x)
+
+
+def test_accuracy_counts_samples_by_weight(graph):
+    loss, logits = ClassLoss(), torch.tensor([[2.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    weights = torch.tensor([1.0, 3.0, 4.0])
+    ids = Jagged(("node",), torch.arange(3), torch.ones(1, 3, dtype=torch.int64))
+    batch = Batch(ids, None, {"class": torch.tensor([0, 0, 0])}, weights)
+    losses = torch.nn.functional.cross_entropy(logits, batch.labels["class"], reduction="none")
+    torch.testing.assert_close(loss(logits, batch), (losses * weights).sum() / 8)
+    window = WindowMetrics(None, classes=loss)
+    window.update(Output(1, batch, Scores(loss(logits, batch), logits)))
+    assert window.compute()["accuracy"] == pytest.approx(5 / 8)
+    with pytest.raises(UserError, match='label "class": sample 1 is -2; classes are from 0'):
+        loss.check(Batch(ids, None, {"class": torch.tensor([0, -2, 0])}))
+
+
+def test_every_neighbor_is_drawn_equally_often(graph):
     source = open_graph(graph, fanouts=[1], inputs=["node"], draws=400)
     nodes = source.take(np.arange(source.size)).values.reshape(2, -1)
     node = nodes[0, 0]
     neighbors, counts = np.unique(nodes[1][nodes[0] == node], return_counts=True)
-    assert np.array_equal(neighbors, source.graph.neighbors.join(np.array([node])))
+    assert np.array_equal(neighbors, source.graph.neighbors.concatenate(np.array([node])))
     assert counts.min() > 0.5 * counts.mean()
 
 
@@ -151,9 +224,17 @@ def test_the_recipe_learns_communities_and_shows_its_accuracy(graph, tmp_path, m
     assert "Accuracy" in page and "normalized entropy" not in page
 
 
-def test_ranks_draw_the_same_neighbourhoods_as_one_process(graph):
+def _by_feature(batch: NumpyBatch, samples: int) -> list[np.ndarray]:
+    """The ids of the first samples, by feature."""
+    ends = batch.lengths.sum(1).cumsum()
+    starts = ends - batch.lengths.sum(1)
+    return [batch.values[a : a + own[:samples].sum()] for a, own in zip(starts, batch.lengths, strict=True)]
+
+
+def test_a_part_of_a_batch_has_the_same_neighborhoods(graph):
     source = open_graph(graph, draws=2)
     whole, parts = source.take(np.arange(40)), [source.take(np.arange(20)), source.take(np.arange(20, 40))]
-    joined = np.concatenate([part.labels["class"] for part in parts])
-    assert np.array_equal(whole.labels["class"], joined)
+    assert np.array_equal(whole.labels["class"], np.concatenate([part.labels["class"] for part in parts]))
     assert np.array_equal(whole.lengths, np.concatenate([part.lengths for part in parts], 1))
+    for first, second in zip(_by_feature(whole, 20), _by_feature(parts[0], 20), strict=True):
+        assert np.array_equal(first, second)

@@ -304,7 +304,7 @@ class FeatureSource:
 
 @dataclass(frozen=True)
 class Neighborhoods:
-    """A source of nodes with two sampled neighbours each."""
+    """A source of nodes with two sampled neighbors each."""
 
     fanouts: tuple[int, ...] = (2,)
     num_positions: int = 3

@@ -1,37 +1,39 @@
-"""Sampled neighbourhoods of labelled nodes as a source: sample i is a node and, at each distance, drawn neighbours.
+"""Sampled neighborhoods of labeled nodes as a source: a sample is a node and, at each distance, drawn neighbors.
 
-With fanouts (10, 5) a sample has 61 positions: the node, 10 of its neighbours, and 5 neighbours of each. Neighbours are
-drawn with replacement; a node without neighbours is its own. Every position has id features: "words3" are the words of
-the node at position 3, "node3" its number. A draw is a hash of (seed, sample, position), so a sample is the same in any
-batch and on any rank, and the ids of later batches are known as early as the loader reads them.
+With fanouts (10, 5) a sample has 61 positions: the node, 10 of its neighbors, and 5 neighbors of each. Neighbors are
+drawn with replacement; in place of a neighbor, a node without any is used itself. Every position has id features:
+"words3" are the words of the node at position 3, "node3" its number. A draw is a hash of (seed, part, sample,
+position), so a sample is the same in any batch and on any rank, and the ids of later batches are known as early as the
+loader reads them.
 
 Worker processes import this file; it must not import torch.
 
 Shape legend: B samples, P positions, F features (inputs by position), N nodes.
 """
 
-import hashlib
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from shardwright.data.graphs.graph import UNLABELLED, Graph, read_graph
-from shardwright.data.logs.convert import fingerprint
+from shardwright.data.graphs.graph import UNLABELED, Graph, graph_digest, open_graph_once
 from shardwright.data.sources.source import NumpyBatch, draw_bits, stream_keys
 from shardwright.errors import UserError
 
 Part = Literal["train", "validation", "test"]
 INPUTS = ("words", "node")
+NEIGHBORS = 0x6E656967  # a word of the keys of draws, which differ from those of the order of samples
 
 
 @dataclass(frozen=True)
 class Neighborhoods:
-    """`train`, `validation`: below 1, shares of the labelled nodes; else nodes of each class. The other labelled nodes
-    are for the test. `draws`: neighbourhoods of each node in training."""
+    """Neighborhoods of the nodes of one part of a graph.
+
+    `train`, `validation`: below 1, shares of the labeled nodes; else numbers of nodes of each class. The test part has
+    the other labeled nodes. `draws`: neighborhoods of each training node.
+    """
 
     path: str = field(repr=False)  # the digest identifies the graph, wherever it is
     digest: str
@@ -66,9 +68,9 @@ class Neighborhoods:
         rows = {"words": self.graph.num_words, "node": self.graph.num_nodes}
         return {name: rows[name] for name in self.inputs}
 
-    @cached_property
+    @property
     def graph(self) -> Graph:
-        return read_graph(self.path)
+        return open_graph_once(self.path, self.digest)
 
     def evaluation(self) -> "Neighborhoods":
         """The validation part."""
@@ -86,7 +88,7 @@ class Neighborhoods:
             features += [f"{name}{position}" for position in range(len(nodes_PB))]
             is_node = name == "node"
             lengths.append(np.ones_like(flat) if is_node else self.graph.words.sizes(flat))
-            values.append(flat if is_node else self.graph.words.join(flat))
+            values.append(flat if is_node else self.graph.words.concatenate(flat))
         lengths_FB = np.concatenate(lengths).reshape(len(features), len(indices)).astype(np.int64)
         labels = {"class": self.graph.labels[nodes_B]}
         return NumpyBatch(tuple(features), np.concatenate(values).astype(np.int64), lengths_FB, None, labels)
@@ -94,7 +96,7 @@ class Neighborhoods:
     def draw_positions(self, nodes_B: np.ndarray, indices: np.ndarray) -> np.ndarray:
         """The nodes (P, B) at all positions of the samples `indices` of these nodes."""
         part = ("train", "validation", "test").index(self.part)
-        keys = stream_keys(self.seed, part, num=self.num_positions)
+        keys = stream_keys(self.seed, NEIGHBORS, part, num=self.num_positions)
         levels = [nodes_B[None]]
         for fanout in self.fanouts:
             parents = np.repeat(levels[-1], fanout, axis=0)
@@ -109,10 +111,10 @@ class Neighborhoods:
     @cached_property
     def _nodes(self) -> np.ndarray:
         """The nodes of this part."""
-        labelled = np.flatnonzero(self.graph.labels != UNLABELLED)
-        order = np.random.default_rng(self.seed).permutation(labelled)
+        labeled = np.flatnonzero(self.graph.labels != UNLABELED)
+        order = np.random.default_rng(self.seed).permutation(labeled)
         labels = self.graph.labels[order]
-        rank = np.empty(len(order), np.int64)  # of a node among those of its class
+        rank = np.zeros(len(order), np.int64)  # of a node among those of its class
         for number in range(self.num_classes):
             own = np.flatnonzero(labels == number)
             rank[own] = np.arange(len(own))
@@ -134,32 +136,25 @@ def open_graph(
     validation: float = 30,
     draws: int = 100,
 ) -> Neighborhoods:
-    """Open a graph for training on its labelled nodes; inputs are the nodes' words, or without words their numbers."""
-    graph = read_graph(path)
-    chosen = tuple(inputs or (["words"] if graph.num_words else ["node"]))
-    numbers = tuple(fanouts or (10, 5))
-    if unknown := [name for name in chosen if name not in INPUTS]:
-        raise UserError(f'data.inputs: "{unknown[0]}"; wanted {" or ".join(INPUTS)}')
+    """The training part of a graph; inputs are the nodes' words, or without words their numbers."""
+    digest = graph_digest(path)
+    graph = open_graph_once(path, digest)
+    chosen = inputs or (["words"] if graph.num_words else ["node"])
+    numbers = fanouts or [10, 5]
+    if isinstance(chosen, str) or any(name not in INPUTS for name in chosen) or len(set(chosen)) < len(chosen):
+        raise UserError(f'data.inputs={chosen!r}; wanted ["words"], ["node"] or both')
     if "words" in chosen and not graph.num_words:
         raise UserError(f'{path}: its nodes have no words; set data.inputs=["node"]')
-    if min(numbers) < 1 or draws < 1:
-        raise UserError(f"data.fanouts={list(numbers)}, data.draws={draws}; wanted 1 or more")
+    if any(type(number) is not int or number < 1 for number in (*numbers, draws)):
+        raise UserError(f"data.fanouts={numbers}, data.draws={draws}; wanted whole numbers from 1")
     if min(train, validation) < 0 or not train or (validation and (train >= 1) != (validation >= 1)):
         raise UserError(
-            f"data.train={train:g}, data.validation={validation:g}; wanted two shares of the labelled nodes below 1, "
+            f"data.train={train:g}, data.validation={validation:g}; wanted two shares of the labeled nodes below 1, "
             "or two numbers of nodes of each class"
         )
-    source = Neighborhoods(path, _digest(path), numbers, chosen, train, validation, draws, seed)
+    source = Neighborhoods(path, digest, tuple(numbers), tuple(chosen), train, validation, draws, seed)
     if not source.size or not source.test().size:
         raise UserError(
-            f"{path}: data.train={train:g} and data.validation={validation:g} leave no nodes to train or test"
+            f"{path}: data.train={train:g} and data.validation={validation:g} leave no nodes to train or to test"
         )
     return source
-
-
-def _digest(path: str) -> str:
-    """Identifies the graph's files."""
-    source = Path(path)
-    files = sorted(source.iterdir()) if source.is_dir() else [source]
-    contents = [[name, size, digest] for name, size, _, digest in fingerprint(files)]
-    return hashlib.sha256(repr(contents).encode()).hexdigest()[:16]

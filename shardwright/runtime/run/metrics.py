@@ -100,7 +100,7 @@ class WindowMetrics:
             return
         self._losses.append((output.loss - penalty, self.weigh(output.batch)))
         if self.classes is not None:
-            self._columns["correct"].append(self.classes.is_correct(output.logits, output.batch).double())
+            self._columns["correct"].append(self.classes.is_correct(output.logits, output.batch))
         if self.label is not None:
             is_pair = isinstance(output.logits, tuple)  # with the penalties of samples
             self._columns["logits"].append(output.logits[0] if is_pair else output.logits)
@@ -132,7 +132,7 @@ class WindowMetrics:
         columns = self.columns()
         weights, correct, logits, labels = (columns[name] for name in ("weights", "correct", "logits", "labels"))
         if correct is not None:
-            model_metrics["accuracy"] = _mean(correct, weights)
+            model_metrics["accuracy"] = _mean(correct.double(), weights)
         if logits is None or labels is None:
             return model_metrics
         groups = columns["groups"]
