@@ -1,1 +1,1 @@
-"""Graphs of labelled nodes, and sampled neighbourhoods as samples."""
+"""Graphs of labeled nodes, and sampled neighborhoods as samples."""
