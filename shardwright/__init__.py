@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from shardwright.measure.describe import describe
     from shardwright.runtime.build import build
     from shardwright.runtime.job import Job
-    from shardwright.runtime.planning import keep_in_host_memory, keep_on_disk, plan_for
+    from shardwright.runtime.planning import keep_copies, keep_in_host_memory, keep_on_disk, plan_for
     from shardwright.serving.export import export
     from shardwright.serving.predictor import Predictor
     from shardwright.spec.optimizer import LAMB, SGD, AdaGrad, Adam, PartialRowWiseAdam, RowWiseAdaGrad
-    from shardwright.spec.plan import Plan
+    from shardwright.spec.plan import Bounded, Plan
     from shardwright.spec.timeline import Timeline
     from shardwright.spec.workload import Feature, Growth, Table, Workload
 
@@ -47,11 +47,11 @@ _NAMES_BY_MODULE = MappingProxyType(
         "measure.describe": ("describe",),
         "runtime.build": ("build",),
         "runtime.job": ("Job",),
-        "runtime.planning": ("keep_in_host_memory", "keep_on_disk", "plan_for"),
+        "runtime.planning": ("keep_copies", "keep_in_host_memory", "keep_on_disk", "plan_for"),
         "serving.export": ("export",),
         "serving.predictor": ("Predictor",),
         "spec.optimizer": ("LAMB", "SGD", "AdaGrad", "Adam", "PartialRowWiseAdam", "RowWiseAdaGrad"),
-        "spec.plan": ("Plan",),
+        "spec.plan": ("Bounded", "Plan"),
         "spec.timeline": ("Timeline",),
         "spec.workload": ("Feature", "Growth", "Table", "Workload"),
     }
@@ -62,6 +62,7 @@ __all__ = (
     "Adam",
     "Batch",
     "BinaryLoss",
+    "Bounded",
     "ClassLoss",
     "ClickStream",
     "EmbeddingBags",
@@ -89,6 +90,7 @@ __all__ = (
     "from_torch",
     "from_torchrec",
     "open_log",
+    "keep_copies",
     "keep_in_host_memory",
     "keep_on_disk",
     "plan_for",

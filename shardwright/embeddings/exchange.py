@@ -5,6 +5,7 @@ Phases, each a stage of the step; collectives run over all ranks, on the ids lan
     lengths     all-to-all of headers: how much each rank will receive (ids lane)
     ids         all-to-all of lengths and ids, one message per rank for all its table groups (ids lane)
     expect, prefetch    for tables with rows on disk (row_placer.py)
+    copies, counts, ask, answer     for tables with bounded staleness (copies/bounded_tables.py)
     lookup      one call per table group, over the samples of all its clients
     meet        host reduce: add partial sums inside each host where several of its ranks hold rows of a table (wire)
     vectors     all-to-all of pooled vectors, or partial sums of them, and distinct rows; then assemble them (wire)
@@ -27,6 +28,7 @@ from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
 from shardwright.embeddings.announcement import Announcement, exchange_end_headers, exchange_headers, make_headers
 from shardwright.embeddings.cached_shard import Caches
+from shardwright.embeddings.copies.bounded_tables import BoundedTables
 from shardwright.embeddings.growing_rows import initial_growth
 from shardwright.embeddings.host_reduce import HostReducer
 from shardwright.embeddings.incoming import incoming_requests
@@ -40,7 +42,7 @@ from shardwright.embeddings.row_order import IdOrder, RowOrder
 from shardwright.embeddings.row_placer import RowPlacer
 from shardwright.embeddings.update import OptimizerStep, ReceivedGradients, TableUpdater
 from shardwright.embeddings.used_features import UsedFeatures
-from shardwright.embeddings.vector_transport import VectorTransport
+from shardwright.embeddings.vector_transport import VectorTransport, exchange_id_weights, split_ends
 from shardwright.errors import UserError
 from shardwright.jagged import Jagged, Vectors
 from shardwright.kernels.arguments import concat_with_decay
@@ -102,6 +104,7 @@ class ShardedTables(NotCopied):
         self._gradient_transport = VectorTransport(lanes.wire, lanes.gradient_codec, self._responses.dtype)
         self._host_reducer = HostReducer(layout, self._vector_transport, self._gradient_transport)
         self._updater = TableUpdater(layout, self.local_shards, lanes.wire, self._responses.dtype)
+        self.bounded = BoundedTables(bags, layout, self.local_shards, lanes.ids)
         self._used = UsedFeatures(bags, layout, self.local_shards, lanes.wire)
         self._rows: dict[TableShard, Tensor] = {}
         self.train: Callable[[Jagged], Vectors] | None = None  # the lookup of a user training loop, while there is one
@@ -172,7 +175,7 @@ class ShardedTables(NotCopied):
             raise UserError("ids have weights on some ranks and none on others; give weights on all ranks or on none")
         if num_weighted:
             no_weights = [torch.empty(0, dtype=self._responses.dtype)] * len(sent_sizes)
-            pending_weights = self._exchange_weights(outgoing.id_weights or no_weights)
+            pending_weights = exchange_id_weights(outgoing.id_weights or no_weights, self.lanes.ids)
         batch_sizes = headers_R[:, 0].long().tolist()
 
         def to_routed(flat: Tensor) -> RoutedBatch:
@@ -188,16 +191,10 @@ class ShardedTables(NotCopied):
 
     def pool(self, routed: RoutedBatch) -> Vectors:
         """Run all phases from the lookup to the vectors and wait for them."""
+        self.bounded.settle()
+        routed.copied[:] = self.bounded.find_rows(routed.outgoing.distinct_rows, training=False)
         result = self.lookup(routed)
         return self.exchange_vectors(self.reduce_in_host(result).wait()).wait()
-
-    def _exchange_weights(self, weights: Sequence[Tensor]) -> Pending[tuple[Tensor, ...]]:
-        """Exchange id weights in the order of their ids: an all-to-all of sizes, then one of weights."""
-        group = self.lanes.ids
-        sizes = [len(weights_to_rank) for weights_to_rank in weights]
-        received_sizes = collective.all_to_all_rows(torch.tensor(sizes).unsqueeze(1), group).wait().flatten().tolist()
-        pending = collective.all_to_all(torch.cat(list(weights)), sizes, received_sizes, group)
-        return pending.then(lambda flat: flat.split(received_sizes))
 
     def lookup(self, routed: RoutedBatch, *, training: bool = False) -> LookupResult:
         """Look up the incoming requests, without communication: one call per table group.
@@ -246,7 +243,7 @@ class ShardedTables(NotCopied):
         messages: list[list[Tensor]] = [[] for _ in self.layout.table_groups]
         unsent = {index: result.vectors[index] for index in self._unsent}
         for index, table_group in enumerate(self.table_groups):
-            if index in unsent or table_group.needs_host_reduce:
+            if index in unsent or table_group.needs_host_reduce or table_group.bounded:
                 continue
             incoming, (pooled, *unpooled) = routed.incoming[index], result.vectors[index]
             pooled_by_client = pooled.split(incoming.batch_sizes)
@@ -259,8 +256,17 @@ class ShardedTables(NotCopied):
                     unsent[len(self.table_groups)] = [sums]
                 else:
                     messages[client].append(sums)
-        pending = self._vector_transport.all_to_all(messages, self._responses.received_sizes(routed.outgoing))
-        return pending.then(lambda flat: self._responses.assemble(routed.outgoing, flat, unsent))
+        for client, rows in enumerate(self.bounded.rows_to_send(routed.copied)):
+            messages[client] += rows
+        num_rows = self.bounded.num_row_values(routed.copied)
+        sizes = list(map(sum, zip(self._responses.received_sizes(routed.outgoing), num_rows, strict=True)))
+        pending = self._vector_transport.all_to_all(messages, sizes)
+
+        def assemble(flat: Tensor) -> Vectors:
+            vectors, rows = split_ends(flat.split(sizes), num_rows)
+            return self._responses.assemble(routed.outgoing, vectors, unsent, self.bounded.read(routed.copied, rows))
+
+        return pending.then(assemble)
 
     def _host_sum_sizes(self, routed: RoutedBatch) -> list[int]:
         """Samples of each client of this rank's host reduce."""
@@ -276,7 +282,10 @@ class ShardedTables(NotCopied):
         loss used. Before it, the gradients of table groups that are replicated on all ranks are summed, where an
         all-reduce of whole tables over all ranks costs fewer bytes than an exchange of rows.
         """
-        messages, unsent = self._responses.split_gradients(routed.outgoing, gradients, self._used.flags(gradients))
+        flags = self._used.flags(gradients)
+        messages, unsent, sums = self._responses.split_gradients(routed.outgoing, gradients, flags)
+        for owner, updates in enumerate(self.bounded.updates_to_send(routed.copied, sums)):
+            messages[owner] += updates
         of_groups = {index: parts for index, parts in unsent.items() if index < len(self.table_groups)}
         replica_sums = self._updater.start_replica_sums(
             {i: (routed.incoming[i].ids, parts) for i, parts in of_groups.items()},
@@ -291,8 +300,16 @@ class ShardedTables(NotCopied):
         local = self._host_reducer.local_reduce
         for client, samples in zip(local.clients if local else (), self._host_sum_sizes(routed), strict=True):
             sizes[client] += samples * local.width if local and client != self.rank else 0
+        num_updates = self.bounded.num_update_values(routed.copied)
+        sizes = list(map(sum, zip(sizes, num_updates, strict=True)))
         pending = self._gradient_transport.all_to_all(messages, sizes)
-        return pending.then(lambda flat: self._unpack_gradients(routed, flat.split(sizes), unsent, replica_sums))
+
+        def unpack(flat: Tensor) -> ReceivedGradients:
+            by_rank, updates = split_ends(flat.split(sizes), num_updates)
+            self.bounded.receive_updates(routed.copied, updates)
+            return self._unpack_gradients(routed, by_rank, unsent, replica_sums)
+
+        return pending.then(unpack)
 
     def broadcast_in_host(self, routed: RoutedBatch, gradients: ReceivedGradients) -> Pending[ReceivedGradients]:
         """Add the gradients of table groups with a host reduce: one all-to-all on the wire lane."""
@@ -320,7 +337,9 @@ class ShardedTables(NotCopied):
 
         gradients: dict[int, list[Tensor]] = {}
         for index, (group, incoming) in enumerate(zip(self.table_groups, routed.incoming, strict=True)):
-            if index in self._unsent or group.needs_host_reduce:
+            if group.bounded:
+                gradients[index] = []  # their updates are of rows
+            if index in self._unsent or group.needs_host_reduce or group.bounded:
                 continue
             pooled, unpooled = [], [[] for _ in group.unpooled]
             for position, client in enumerate(group.clients):
@@ -372,6 +391,7 @@ class ShardedTables(NotCopied):
             ]
             ids, gradients = self._used.restrict(lookups, ids, gradients)
         self._updater.run(ids, gradients, OptimizerStep(optimizer, steps))
+        self.bounded.update(routed.copied, optimizer, steps)
         self.release(routed, written=True)
         return {feature.name for feature, used in zip(self.bags.features, gradients.used_features, strict=True) if used}
 

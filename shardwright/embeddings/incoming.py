@@ -88,23 +88,24 @@ def _concat(
         lengths_SG[:pooled, start:end] = request.lengths_SB
         if end > start:
             lengths_SG[pooled:, start] = torch.tensor(request.counts, dtype=torch.int64)
-    values = torch.cat(
-        [messages[client][request.begin : request.end] for client, request in zip(group.clients, requests, strict=True)]
-    )
+    parts = [
+        messages[client][request.begin : request.end] for client, request in zip(group.clients, requests, strict=True)
+    ]
+    values = torch.cat(parts) if parts else messages[0][:0]
     sizes_CS = torch.tensor([request.sizes for request in requests], dtype=torch.int64).view(len(requests), streams)
     begins_CS = (sizes_CS.flatten().cumsum(0) - sizes_CS.flatten()).view_as(sizes_CS)
     by_stream = (begins_CS.T.flatten(), sizes_CS.T.flatten())
     id_weights = None
     if weights is not None:  # unpooled streams are sent without weights: theirs are 1
-        parts = []
+        weight_parts = [weights[0][:0]]
         for client, request in zip(group.clients, requests, strict=True):
             size = sum(request.sizes[:pooled])
-            parts += [
+            weight_parts += [
                 weights[client][weights_read[client] : weights_read[client] + size],
                 weights[client].new_ones(sum(request.counts)),
             ]
             weights_read[client] += size
-        id_weights = gather_segments(torch.cat(parts), *by_stream)
+        id_weights = gather_segments(torch.cat(weight_parts), *by_stream)
     return IncomingRequest(
         Ids(
             gather_segments(values, *by_stream),

@@ -13,11 +13,13 @@ before they cross hosts (host reduce), by the rank with the same index in its ho
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwright.spec.plan import Rect, TablePlan
+from shardwright.spec.plan import Bounded, Rect, TablePlan
 from shardwright.spec.workload import Feature, Pooling, Table
 
 Span = tuple[int, int]
 ColumnRanges = tuple[Span, ...]
+# Replicas, whether the update needs full rows, clients, whether it has a host reduce, whether tables grow, bounds.
+_GroupKey = tuple[tuple[int, ...], bool, tuple[int, ...], bool, bool, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class TableGroup:
     replicas: tuple[int, ...]  # the ranks that hold a replica of the group, its own rank included
     needs_column_reduce: bool  # whether its update needs sums over full rows, whose other columns are on other ranks
     needs_host_reduce: bool = False  # whether its vectors are partial sums, to be added inside its host
+    # Of tables with bounded staleness: columns, pull and push. Other ranks read copies of such rows; without clients.
+    bounded: tuple[int, ...] = ()
 
     @property
     def pooled(self) -> tuple[IdStream, ...]:
@@ -100,6 +104,7 @@ class Layout:
     table_groups: tuple[tuple[TableGroup, ...], ...]  # by rank
     row_exchange_tables: frozenset[int]  # tables whose distinct rows are exchanged, each once per client
     host_reduces: tuple[HostReduce | None, ...]  # by rank
+    num_copies: Mapping[int, int]  # by table with bounded staleness, the rows that a rank may have copies of
 
     def request_targets(self, client: int) -> Iterator[tuple[int, TableGroup]]:
         """The (rank, table group) to which a rank sends requests, in the order of its messages."""
@@ -135,14 +140,14 @@ def build_layout(
     reads: list[tuple[int, Pooling]] = [(table_index[feature.table], feature.pooling) for feature in features]
     names = {feature.table for feature in features if feature.pooling == "none"}
     names |= {plan.table for plan in plans.values() if plan.travel == "rows"}
-    exchanged = frozenset(index for index, table in enumerate(tables) if table.name in names)
-    shards_by_rank: list[dict[tuple[tuple[int, ...], bool, tuple[int, ...], bool, bool], list[TableShard]]] = [
-        {} for _ in range(num_ranks)
-    ]
-    bounds = []
+    syncs = {table_index[plan.table]: plan.placement.sync for plan in plans.values()} if num_ranks > 1 else {}
+    bounded = {index: sync for index, sync in syncs.items() if isinstance(sync, Bounded) and sync.has_copies}
+    exchanged = frozenset(index for index, table in enumerate(tables) if table.name in names) | bounded.keys()
+    shards_by_rank: list[dict[_GroupKey, list[TableShard]]] = [{} for _ in range(num_ranks)]
+    boundaries = []
     for index, table in enumerate(tables):
         table_bounds = sorted({0, table.rows, *(row for rect in plans[table.name].rects for row in rect.rows)})
-        bounds.append(tuple(table_bounds))
+        boundaries.append(tuple(table_bounds))
         shards = list(_table_shards(index, plans[table.name].rects, table_bounds))
         host_reduced = _host_reduced(shards, ranks_per_host, num_ranks) if index not in exchanged else set()
         for rank, shard in shards:
@@ -153,17 +158,28 @@ def build_layout(
             replicas = shard.ranks if len(shard.ranks) > 1 else (rank,)
             in_host = len(shard.ranks) == 1 and (rank, shard.cols) in host_reduced
             grows = table.growth is not None
-            shards_by_rank[rank].setdefault((replicas, by_row, clients, in_host, grows), []).append(shard)
+            bounds = (table.dim, bounded[index].pull, bounded[index].push) if index in bounded else ()
+            key = (replicas, by_row, () if bounds else clients, in_host, grows, bounds)
+            shards_by_rank[rank].setdefault(key, []).append(shard)
     groups = tuple(
         tuple(
             TableGroup(
-                clients, tuple(shards), tuple(_streams(shards, reads, bounds, exchanged)), replicas, by_row, in_host
+                clients,
+                tuple(shards),
+                () if bounds else tuple(_streams(shards, reads, boundaries, exchanged)),
+                replicas,
+                by_row,
+                in_host,
+                bounds,
             )
-            for (replicas, by_row, clients, in_host, _), shards in sorted(by_kind.items(), key=lambda item: item[0])
+            for (replicas, by_row, clients, in_host, _, bounds), shards in sorted(
+                by_kind.items(), key=lambda item: item[0]
+            )
         )
         for by_kind in shards_by_rank
     )
-    return Layout(tuple(bounds), groups, exchanged, tuple(_host_reduces(groups, ranks_per_host)))
+    num_copies = {index: sync.copies for index, sync in bounded.items()}
+    return Layout(tuple(boundaries), groups, exchanged, tuple(_host_reduces(groups, ranks_per_host)), num_copies)
 
 
 def replica_for(ranks: Sequence[int], client: int, num_ranks: int) -> int:

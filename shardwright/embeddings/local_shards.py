@@ -9,6 +9,7 @@ Shape legend: E rows of a shard, D its columns, U distinct rows, N ids, S spare 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -41,6 +42,24 @@ class PlacedIds:
     lines: Mapping[int, Tensor]
 
 
+class FlatShards:
+    """The rows of all shards of a group with bounded staleness one after another: those of the shards are views."""
+
+    def __init__(self, group: TableGroup, bags: EmbeddingTables) -> None:
+        self.first_rows = [0, *accumulate(shard.rows[1] - shard.rows[0] for shard in group.shards)]
+        module = bags.holder(bags.tables[group.shards[0].table].name)
+        num, dim = self.first_rows[-1], group.shards[0].dim
+        self.weight = torch.empty(num, dim, dtype=module.weight.dtype)
+        shapes = state_shapes(bags.optimizer, num, dim) if bags.optimizer else {}
+        dtype = embedding.vector_dtype(module.weight.dtype)
+        self.state = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+
+    def part(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weight and the optimizer state of a shard."""
+        rows = slice(*self.first_rows[index : index + 2])
+        return self.weight[rows], {name: part[rows] for name, part in self.state.items()}
+
+
 class LocalShards:
     """Weights and optimizer states of the shards of one table group, or of the lines of their caches."""
 
@@ -65,6 +84,7 @@ class LocalShards:
         self._modules = [bags.holder(table.name) for table in self.tables]
         self.caches: dict[int, CachedRows] = {}  # by shard
         self.growing: dict[int, GrowingRows] = {}  # by shard: all or none
+        self.flat = FlatShards(group, bags) if group.bounded else None
         for index, (shard, table) in enumerate(zip(group.shards, self.tables, strict=True)):
             module = bags.holder(table.name)
             if caches is not None and shard.table in caches.lines:
@@ -78,11 +98,16 @@ class LocalShards:
                 self.weights.append(rows.parts_L["weight"])
                 self.optimizer_states.append({name: part for name, part in rows.parts_L.items() if name != "weight"})
                 continue
-            self.weights.append(_shard_weight(module, shard, orders[shard.table], device))
             rows = shard.rows[1] - shard.rows[0]
+            weight_ED = torch.empty(rows, shard.dim, dtype=module.weight.dtype, device=device)
             shapes = state_shapes(bags.optimizer, rows, shard.dim) if bags.optimizer else {}
             dtype = embedding.vector_dtype(module.weight.dtype)
-            state = {name: _full(shape, module.initial_state, dtype, device) for name, shape in shapes.items()}
+            state = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+            if self.flat is not None:
+                weight_ED, state = self.flat.part(index)
+            self.weights.append(_fill_weight(weight_ED, module, shard, orders[shard.table]))
+            for values in state.values():
+                _fill(values, module.initial_state)
             if bags.steps[table.name]:  # the table was loaded, or trained here, before sharding
                 for name, values in state.items():
                     _copy_rows(values, bags.state(table.name)[name], shard, orders[shard.table])
@@ -90,7 +115,7 @@ class LocalShards:
 
     def lookup(self, ids: Ids) -> list[Tensor]:
         """The pooled vectors of all samples, then the rows of each unpooled stream."""
-        return embedding.lookup_into(self._memory, self.weights, ids) if self.weights else []
+        return embedding.lookup_into(self._memory, self.weights, ids) if self.table_group.streams else []
 
     def num_rows(self, index: int) -> int:
         """Of a shard: its lines, if its table grows."""
@@ -138,6 +163,13 @@ class LocalShards:
         """End a batch's use of lines in tables that grow."""
         for index, spares_S in placed.lines.items():
             self.growing[index].release(spares_S)
+
+    def mark_flat_rows(self, rows_U: Tensor) -> None:
+        """Note that an update has changed these rows of `flat`."""
+        assert self.flat is not None
+        for mask, (start, end) in zip(self.changed_rows, pairwise(self.flat.first_rows), strict=True):
+            if mask is not None:
+                mask[rows_U[(rows_U >= start) & (rows_U < end)] - start] = True
 
     def mark_changed(self, placed: PlacedIds) -> None:
         """Note that an update has changed the rows on these lines."""
@@ -197,17 +229,15 @@ class LocalShards:
         embedding.update(self.table_states(steps), ids, [pooled, *sums.sums], optimizer)
 
 
-def _full(shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.full` on huge pages."""
-    tensor = torch.empty(shape, dtype=dtype, device=device)
+def _fill(tensor: Tensor, value: float) -> None:
+    """Fill a new tensor, on huge pages."""
     use_huge_pages(tensor)
-    return tensor.fill_(value)
+    tensor.fill_(value)
 
 
 @torch.no_grad()
-def _shard_weight(module: TableWeights, shard: TableShard, order: RowOrder, device: torch.device) -> Tensor:
-    """A shard's copy of the table's weight, or its initial rows if the weight is on the meta device."""
-    weight_ED = torch.empty(shard.rows[1] - shard.rows[0], shard.dim, dtype=module.weight.dtype, device=device)
+def _fill_weight(weight_ED: Tensor, module: TableWeights, shard: TableShard, order: RowOrder) -> Tensor:
+    """Copy a shard's part of the table's weight, or its initial rows if the weight is on the meta device."""
     use_huge_pages(weight_ED)
     _copy_rows(weight_ED, module.initial_rows if module.weight.is_meta else module.weight, shard, order)
     return weight_ED

@@ -35,10 +35,14 @@ class DistinctRows:
     boundaries: tuple[
         tuple[int, ...], ...
     ]  # by row-exchange table: where each row range begins among its distinct rows, then their number
+    rows_U: Tensor  # of all row-exchange tables, in order: positions in the table
 
     @property
     def counts(self) -> list[int]:
         return [bounds[-1] for bounds in self.boundaries]
+
+    def by_table(self) -> tuple[Tensor, ...]:
+        return self.rows_U.split(self.counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +203,7 @@ class RequestBuilder:
             [POOLINGS.index(self._bags.features[i].pooling) for i in self._row_exchange],
         )
         if not self._row_exchange:
-            return DistinctRows(ids, ()), selected.values
+            return DistinctRows(ids, (), selected.values), selected.values
         rows_U, counts, inverse = unique_rows(ids, [self._bounds[table][-1] for table in self.row_exchange_tables])
         boundaries, shifts = [], []
         for table, rows in zip(self.row_exchange_tables, rows_U.split(counts), strict=True):
@@ -208,7 +212,7 @@ class RequestBuilder:
             boundaries.append(tuple(indices.tolist()))
             shifts.append(bounds[:-1].repeat_interleave(indices.diff()))
         ids = to_table_positions(Ids(inverse, ids.offsets, ids.weights, ids.tables, ids.pooling), counts)
-        return DistinctRows(ids, tuple(boundaries)), rows_U - torch.cat(shifts)
+        return DistinctRows(ids, tuple(boundaries), rows_U), rows_U - torch.cat(shifts)
 
 
 def _int64(numbers: Sequence[int]) -> Tensor:

@@ -105,8 +105,15 @@ class ResponseAssembly:
             sizes[response.server] += response.numel(request) if response.local_index < 0 else 0
         return sizes
 
-    def assemble(self, request: OutgoingRequest, received: Tensor, local: Mapping[int, Sequence[Tensor]]) -> Vectors:
-        """The vectors of a batch, from the received values and the responses that are not sent (`local`, by index)."""
+    def assemble(
+        self,
+        request: OutgoingRequest,
+        received: Sequence[Tensor],
+        local: Mapping[int, Sequence[Tensor]],
+        rows_by_table: Mapping[int, Tensor],
+    ) -> Vectors:
+        """The vectors of a batch, from the values of each rank, the responses that are not sent (`local`, by index),
+        and the rows of row-exchange tables that are here already."""
         whole_BD = local[self._whole.local_index][0] if self._whole else None
         if whole_BD is not None and whole_BD.dtype == self.dtype:
             pooled_BD = whole_BD
@@ -114,16 +121,17 @@ class ResponseAssembly:
             whole_BD, pooled_BD = None, self._memory.allocate(request.batch_size, self.width, dtype=self.dtype)
         dims = [self._bags.tables[table].dim for table in self._tables]
         rows = [
-            self._memory.allocate(count, dim, dtype=self.dtype)
-            for count, dim in zip(request.distinct_rows.counts, dims, strict=True)
+            rows_by_table[table] if table in rows_by_table else self._memory.allocate(count, dim, dtype=self.dtype)
+            for table, (count, dim) in enumerate(zip(request.distinct_rows.counts, dims, strict=True))
         ]
-        read = 0
+        read = [0] * self._num_ranks
         for response in self._responses:
             if response.local_index >= 0:
                 part_BD, *unpooled = local[response.local_index]
             else:
-                part_BD, *unpooled = response.split(request, received[read:])
-                read += response.numel(request)
+                begin = read[response.server]
+                part_BD, *unpooled = response.split(request, received[response.server][begin:])
+                read[response.server] += response.numel(request)
             if whole_BD is None:
                 vector_transport.scatter_columns(pooled_BD, part_BD, response.column_copies)
             for stream, ((table, _, cols), part_UD) in enumerate(zip(response.unpooled, unpooled, strict=True)):
@@ -144,8 +152,8 @@ class ResponseAssembly:
 
     def split_gradients(
         self, request: OutgoingRequest, gradients: Vectors, prefix: Tensor
-    ) -> tuple[list[list[Tensor]], dict[int, list[Tensor]]]:
-        """Split gradients into (message to each rank, gradients that are not sent, by index).
+    ) -> tuple[list[list[Tensor]], dict[int, list[Tensor]], list[Tensor]]:
+        """Split gradients into (message to each rank, gradients that are not sent, by index, sums of distinct rows).
         A message is `prefix`, then the gradients in the order in which their vectors arrived."""
         pooled_BD = gradients.pooled_BD.to(self.dtype)
         if self._means:
@@ -186,7 +194,7 @@ class ResponseAssembly:
                 torch.cat([sums[table][low:high, a:b] for a, b in cols], 1, out=parts[stream + 1])
             if response.local_index >= 0:
                 local[response.local_index] = parts
-        return messages, local
+        return messages, local, sums
 
     def _mean_lengths(self, request: OutgoingRequest) -> Iterator[tuple[int, Tensor]]:
         """(feature, number of ids (B, 1)) of the mean-pooled features that were looked up as sums."""

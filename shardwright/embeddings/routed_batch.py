@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from shardwright.embeddings.copies.bounded_group import CopiedBatch
 from shardwright.embeddings.incoming import IncomingRequest
 from shardwright.embeddings.local_shards import PlacedIds
 from shardwright.embeddings.outgoing import OutgoingRequest
@@ -17,6 +18,7 @@ class RoutedBatch:
     micro_batches: tuple["RoutedBatch", ...] = ()  # with gradient accumulation: one per micro-batch
     # By table group, for those with caches: the distinct rows, once they are announced to the caches.
     announced: list[BatchRows | None] = field(default_factory=list)
+    copied: list[CopiedBatch] = field(default_factory=list)  # by group with bounded staleness
     placed: list[PlacedIds] = field(default_factory=list)  # by table group, from `prefetch` to `release`
 
     @property

@@ -120,7 +120,7 @@ class TableUpdater:
         row_sums = self._start_column_shards(ids_by_group, received, step) if self._has_column_shards else None
         for index, (shards, ids) in enumerate(zip(self._shards, ids_by_group, strict=True)):
             group = shards.table_group
-            if group.needs_column_reduce:
+            if group.needs_column_reduce or group.bounded:
                 continue
             if len(group.replicas) == 1:
                 shards.update(ids, received.gradients[index], step.optimizer, step.steps)

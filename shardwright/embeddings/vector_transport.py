@@ -75,6 +75,20 @@ class VectorTransport:
         return collective.all_to_all(flat, sizes, received_sizes, self.group, self.codec)
 
 
+def exchange_id_weights(weights: Sequence[Tensor], group: Group) -> Pending[tuple[Tensor, ...]]:
+    """Exchange id weights in the order of their ids: an all-to-all of sizes, then one of weights."""
+    sizes = [len(weights_to_rank) for weights_to_rank in weights]
+    received_sizes = collective.all_to_all_rows(torch.tensor(sizes).unsqueeze(1), group).wait().flatten().tolist()
+    pending = collective.all_to_all(torch.cat(list(weights)), sizes, received_sizes, group)
+    return pending.then(lambda flat: flat.split(received_sizes))
+
+
+def split_ends(flats: Sequence[Tensor], sizes: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """What comes before the last values of each, and these."""
+    pairs = [flat.tensor_split([len(flat) - size]) for flat, size in zip(flats, sizes, strict=True)]
+    return [first for first, _ in pairs], [last for _, last in pairs]
+
+
 def _concat(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate flattened tensors; a view without copying if they are adjacent in one storage."""
     end = tensors[0].data_ptr()

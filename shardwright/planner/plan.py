@@ -9,7 +9,7 @@ from math import inf
 from types import MappingProxyType
 
 from shardwright.errors import UserError, did_you_mean
-from shardwright.planner import dense_strategies, expert_split, pipelines, search
+from shardwright.planner import dense_strategies, expert_split, pipelines, search, staleness
 from shardwright.planner.pins import LayerRequest, Pin, TableRequest, parse_pin
 from shardwright.planner.price.roofline import ResourceUsage, bytes_by_level
 from shardwright.planner.problem import PlacedTables, Precision, Problem
@@ -19,7 +19,7 @@ from shardwright.planner.step import block_stages, pipeline_step, tasks, traffic
 from shardwright.planner.tables.sharding import split_rows_by_order
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.lanes import EXPERT_LANES, LANES, PIPELINE_LANES
-from shardwright.spec.plan import TABLE_DTYPES, ExchangeMode, Placement, Plan, Rect, TablePlan, Wire
+from shardwright.spec.plan import TABLE_DTYPES, Exact, ExchangeMode, Placement, Plan, Rect, TablePlan, Wire
 from shardwright.spec.row_cache import FLOAT32_LINES
 from shardwright.spec.workload import Dtype, Workload, state_dtype, table_weight_dtype
 
@@ -80,11 +80,28 @@ def make_plan(
     if (best := choice.candidate) is None:
         raise choice.shortage
     reasons = {"pipeline": pipeline_reason} if pipeline_reason else {}
+    bounded, staleness_reason = _choose_staleness(define_problem(exact), best, parsed_pins, allow)
+    best, reasons = bounded, reasons | ({"staleness": staleness_reason} if staleness_reason else {})
     if workload.experts and cluster.num_ranks > 1:
         reasons["experts"] = expert_split.describe_split(best, choice.unsplit_seconds, layers)
     replicated = search.with_replicas(best, parsed_pins)
     why = tuple(list_reasons(best, parsed_pins, choice.strategies, replicated, reasons))
     return PlanningResult(_to_plan(best, allow, why), best, choice.strategies)
+
+
+def _choose_staleness(
+    problem: Problem, exact: Candidate, pins: Mapping[str, Pin], allow: Sequence[str]
+) -> tuple[Candidate, str]:
+    """The exact candidate, or one whose ranks read copies of rows, if that is faster; and why, "" if none may."""
+    bounds = staleness.allowed_bounds(allow, problem.cluster.num_ranks)
+    if exact.problem.pipeline is not None or problem.torchrec or problem.accumulate > 1:
+        return exact, ""
+    bounded = staleness.with_copies(replace(problem, dense=exact.problem.dense, experts=exact.problem.experts), bounds)
+    if bounded is None:
+        return exact, ""
+    rival = search.find_best(bounded, pins)
+    is_chosen = rival.loads.has_copies and rival.seconds < exact.seconds * (1 - staleness.TIE_SHARE)
+    return (rival if is_chosen else exact), staleness.describe(rival, exact, is_chosen=is_chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +239,8 @@ def _to_table_plan(candidate: Candidate, number: int) -> TablePlan:
     problem, placed = candidate.problem, candidate.placed
     load = problem.placed_loads(placed)[number]
     table, dtype = load.table, table_weight_dtype(load.table, problem.precision.tables)
-    placement = Placement(candidate.tiers[number].shares, dtype, state_dtype(table.dtype))
+    sync = load.copied.sync if load.copied is not None else Exact()
+    placement = Placement(candidate.tiers[number].shares, dtype, state_dtype(table.dtype), sync)
     exchange: ExchangeMode = "vectors" if load.local_pooling is None else "rows"
     scheme = candidate.sharding(number).scheme
     if number in placed.data_parallel_tables:

@@ -148,16 +148,19 @@ class Problem:
         return [rows if number in exchanged else vectors for number, (vectors, rows) in enumerate(pairs)]
 
     def bytes_on_every_rank(self, placed: "PlacedTables") -> float:
-        """Bytes that every rank needs besides its units: data-parallel tables, and buffers of row exchange."""
+        """Bytes that every rank needs besides its units: data-parallel tables, buffers of row exchange, and copies."""
         replicated = sum(self.table_loads[number].table_bytes for number in placed.data_parallel_tables)
         exchanged = [self.row_exchange_loads[number] for number in placed.row_exchange_tables]
-        return replicated + sum(map(self.row_buffer_bytes, exchanged))
+        return replicated + sum(
+            self.row_buffer_bytes(load) + (load.copied.bytes_ if load.copied else 0) for load in exchanged
+        )
 
     def row_buffer_bytes(self, table_load: TableLoad) -> float:
         """Bytes of a rank's received rows of a table and of their gradients; 0 with vector exchange."""
         if table_load.local_pooling is None:
             return 0.0
-        return 2 * 4 * self.local_batch_size * table_load.ids_per_sample * table_load.table.dim
+        rows = table_load.copied.rows_per_sample if table_load.copied is not None else table_load.ids_per_sample
+        return 2 * 4 * self.local_batch_size * rows * table_load.table.dim
 
     def distinct_share(self, table_load: TableLoad, sharding: Sharding) -> float:
         """Distinct rows per id, among the ids of a batch that one replica receives."""

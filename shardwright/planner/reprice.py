@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import chain
 
 from shardwright.errors import UserError
-from shardwright.planner import expert_split, pipelines, search
+from shardwright.planner import expert_split, pipelines, search, staleness
 from shardwright.planner.chunks import check_blocks
 from shardwright.planner.memory import row_tiers
 from shardwright.planner.price.axis_groups import check_axes
@@ -16,7 +16,7 @@ from shardwright.planner.tables import sharding
 from shardwright.planner.tables.sharding import Sharding
 from shardwright.spec.axes import axes_text
 from shardwright.spec.cluster import Cluster
-from shardwright.spec.plan import Plan, Rect, TablePlan
+from shardwright.spec.plan import Bounded, Plan, Rect, TablePlan
 from shardwright.spec.workload import DTYPE_BYTES
 
 
@@ -50,6 +50,10 @@ def reprice_plan(problem: Problem, plan: Plan) -> Candidate:
         parts = pipelines.micro_batch_problem(problem)
         problem = replace(problem, experts=tuple(expert_split.split_as(parts, part) for part in plan.experts))
     number_of = {load.table.name: number for number, load in enumerate(vector_loads)}
+    syncs = {number_of[table.table]: table.placement.sync for table in plan.tables}
+    bounds = {number: sync for number, sync in syncs.items() if isinstance(sync, Bounded) and sync.has_copies}
+    if num_ranks > 1:
+        problem = staleness.with_bounds(problem, bounds)
     placements: list[PlacedUnit] = []
     data_parallel: list[int] = []
     for table in plan.tables:

@@ -144,6 +144,9 @@ def evaluate(problem: Problem, proposal: Proposal, placed: PlacedTables) -> Cand
     tiers = split_rows(problem, placed)
     if tiers is None:
         return None
+    copied = (number for number, load in enumerate(problem.placed_loads(placed)) if load.copied is not None)
+    if any(len(tiers[number].shares) > 1 for number in copied):
+        return None
     loads = tasks.rank_loads(problem, placed, [table.found for table in tiers])
     step = prediction.predict_step(problem, placed, loads)
     return Candidate(problem, proposal, placed, loads, tuple(tiers), *step)
@@ -209,11 +212,17 @@ class _ShardingOptions:
         return [
             replace(
                 sharding,
-                row_exchange=sharding != DATA_PARALLEL
+                row_exchange=self._may_exchange_rows(table_number, sharding)
                 and self._row_exchange_share(table_number, sharding) <= max_share,
             )
             for sharding in shardings
         ]
+
+    def _may_exchange_rows(self, table_number: int, sharding: Sharding) -> bool:
+        """Rows with copies have one owner each."""
+        if self.problem.row_exchange_loads[table_number].copied is not None:
+            return sharding != DATA_PARALLEL and (sharding.column_shards, sharding.num_replicas) == (1, 1)
+        return sharding != DATA_PARALLEL
 
 
 def _unit_loads(unit: ShardUnit) -> tuple[float, float]:

@@ -25,13 +25,25 @@ from shardwright.dense.sharded import ShardedModel
 from shardwright.jagged import Batch, Vectors, check_batch
 from shardwright.layers.exchange import Announced, Announcer
 from shardwright.measure.describe import sparse_of
-from shardwright.planner.step.stages import REDUCED_SLOTS, has_host_reduce, has_prefetch, requests_from_host
+from shardwright.planner.step.stages import (
+    REDUCED_SLOTS,
+    has_copies,
+    has_host_reduce,
+    has_prefetch,
+    requests_from_host,
+)
 from shardwright.runtime.accumulation import GradientAccumulation, loss_weight
 from shardwright.runtime.chunk_stages import pipeline_functions
 from shardwright.runtime.dense_layout import DenseLayout
 from shardwright.runtime.finite_loss import check_loss
 from shardwright.runtime.outputs import BatchParts, Output, Scores
-from shardwright.runtime.table_stages import PrefetchedRows, disk_functions, host_batch_functions, host_functions
+from shardwright.runtime.table_stages import (
+    PrefetchedRows,
+    copy_functions,
+    disk_functions,
+    host_batch_functions,
+    host_functions,
+)
 from shardwright.spec.calls import Call
 from shardwright.spec.lanes import DENSE, WIRE
 from shardwright.spec.pipeline import Chunk
@@ -128,6 +140,7 @@ class StepBindings:
             "update": StepBindings.update_tables,
         }
         functions |= disk_functions() if has_prefetch(stages) else {}
+        functions |= copy_functions() if has_copies(stages) else {}
         functions |= host_batch_functions() if requests_from_host(stages) else {}
         functions |= host_functions() if has_host_reduce(stages) else {}
         return functions

@@ -211,12 +211,28 @@ def shard_tables(sparse: EmbeddingTables, plan: Plan, mesh: Mesh, options: _Opti
         else make_row_order(plans[table.name].order, table.rows, options.hottest.get(table.name))
         for table in sparse.tables
     ]
+    if any(group.bounded for groups in layout.table_groups for group in groups):
+        _check_bounded(sparse, options)
     lanes = Lanes(ids, wire, CODECS[plan.wire.vectors](), CODECS[plan.wire.gradients]())
     lines = [(index, cached_rows(plans[table.name])) for index, table in enumerate(sparse.tables)]
     lines_by_table = {index: num for index, num in lines if num is not None}
     caches = Caches(lines_by_table, in_float32=FLOAT32_LINES in plan.allow) if lines_by_table else None
     in_flight = STEPS_IN_FLIGHT * options.accumulate
     sparse.give_up(ShardedTables(sparse, layout, orders, lanes, mesh.device, caches, in_flight))
+
+
+def _check_bounded(sparse: EmbeddingTables, options: _Options) -> None:
+    """Raise for what tables with bounded staleness do not support."""
+    optimizer = sparse.optimizer
+    if optimizer is None or not all(weight.requires_grad for weight in sparse.parameters()):
+        raise UserError("tables with bounded staleness are trained, and some of these are frozen: plan them exact")
+    if optimizer.clip or optimizer.weight_decay:
+        raise UserError(
+            "bounded staleness sends one update for several steps, and clip and weight_decay of the tables' optimizer "
+            "would act once on all of them: set both to 0, or plan the tables exact"
+        )
+    if options.accumulate > 1:
+        raise UserError("bounded staleness with accumulate: set accumulate to 1, or plan the tables exact")
 
 
 def _sample_group(plan: Plan, mesh: Mesh, lane: str) -> Group:

@@ -17,6 +17,7 @@ from shardwright.checkpoint.manifest import MODEL_PREFIX
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.checkpoint.step_directories import checkpoint_path as step_folder
 from shardwright.comm.heartbeat import PeerLost
+from shardwright.embeddings.copies.bounded_group import CopyCounts
 from shardwright.embeddings.exchange import ShardedTables
 from shardwright.embeddings.growing_tables import growth_counts
 from shardwright.errors import UserError
@@ -156,6 +157,7 @@ class Job:
 
     def evaluate(self, loader: Iterable[Batch]) -> Iterator[Output]:
         """Yield the output of each batch without updates; between outputs every module is in its previous mode."""
+        self._settle()
         plan, parts = replace(self.plan, stages=evaluation_stages(self.plan.stages)), self._step.accumulation.parts
         step = StepBindings(
             self.model,
@@ -280,6 +282,11 @@ class Job:
         sparse = sparse_of(self.model)
         return sparse.exchange.cache_counts() if sparse is not None else {}
 
+    def copy_counts(self) -> dict[str, CopyCounts]:
+        """By tables with bounded staleness that share their copies, on this rank."""
+        exchange = self.model.sparse.exchange if sparse_of(self.model) is not None else None
+        return exchange.bounded.counts() if isinstance(exchange, ShardedTables) else {}
+
     def growth_counts(self) -> dict[str, dict[str, int]]:
         """By table that grows, on this rank: rows that it may have and has, entries of the map of ids, and rows that
         have expired or were evicted so far."""
@@ -347,6 +354,13 @@ class Job:
             )
         for sharded in self._step.sharded_models:
             sharded.reshard()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Send all updates that copies of rows keep, and forget the copies. All ranks call it."""
+        sparse = sparse_of(self.model)
+        if sparse is not None and isinstance(sparse.exchange, ShardedTables):
+            sparse.exchange.bounded.settle()
 
 
 @contextmanager

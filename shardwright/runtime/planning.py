@@ -27,15 +27,16 @@ from shardwright.planner.pins import LayerRequest, TableRequest
 from shardwright.planner.plan import PlanningResult, make_plan
 from shardwright.planner.step import prediction
 from shardwright.planner.step.loop_cost import LoopCost
-from shardwright.planner.step.stages import NO_BODIES, ONE_RANK, ONE_RANK_GPU, step_stages, with_prefetch
+from shardwright.planner.step.stages import NO_BODIES, ONE_RANK, ONE_RANK_GPU, step_stages, with_copies, with_prefetch
 from shardwright.runtime.launch import launcher
 from shardwright.runtime.run import measure_loop, recipe
 from shardwright.spec import files, presets
 from shardwright.spec.cache_hits import with_recorded_hits
 from shardwright.spec.cluster import Cluster
-from shardwright.spec.plan import Plan, Share, single_rank_plan
+from shardwright.spec.plan import Bounded, Plan, Share, single_rank_plan
 from shardwright.spec.routing_trace import RoutingTrace, read_trace, with_recorded_shares
 from shardwright.spec.row_cache import DISK, GPU, HOST, WAYS
+from shardwright.spec.stage_checks import max_staleness
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
@@ -136,6 +137,23 @@ def keep_in_host_memory(plan: Plan, rows_in_gpu_memory: Mapping[str, int]) -> Pl
     """
     plan = _cached(plan, rows_in_gpu_memory, GPU, HOST)
     return replace(plan, stages=with_prefetch(plan.stages, from_host=True))
+
+
+def keep_copies(plan: Plan, bounds: Mapping[str, Bounded]) -> Plan:
+    """The plan in which ranks read these tables from copies, within these bounds; it allows the staleness."""
+    names = [table.table for table in plan.tables]
+    for name in bounds:
+        if name not in names:
+            raise UserError(f'no table "{name}" in the plan{did_you_mean(name, names)}')
+    tables = tuple(
+        replace(table, placement=replace(table.placement, sync=bounds[table.table]), travel="rows")
+        if table.table in bounds
+        else table
+        for table in plan.tables
+    )
+    most = max((sync.most_missed(plan.num_ranks) for sync in bounds.values()), default=0)
+    allow = plan.allow if max_staleness(plan.allow) >= most else (*plan.allow, f"staleness<={most}")
+    return replace(plan, tables=tables, stages=with_copies(plan.stages), allow=allow)
 
 
 def _cached(plan: Plan, lines: Mapping[str, int], fast: str, slow: str) -> Plan:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
 from shardwright.errors import UserError
-from shardwright.spec.plan import TABLE_DTYPES, Plan, TablePlan, single_rank_table_plan, widest_dtype
+from shardwright.spec.plan import TABLE_DTYPES, Bounded, Exact, Plan, TablePlan, single_rank_table_plan, widest_dtype
 from shardwright.spec.row_cache import DISK, GPU, HOST
 from shardwright.spec.workload import Table
 
@@ -71,12 +71,25 @@ def _check_table(plan: Plan, planned: TablePlan, table: Table) -> Iterator[str]:
         )
     if gpu_rows(planned) is not None and plan.num_ranks == 1 and table.growth is None:
         planned = replace(planned, placement=replace(planned.placement, tiers=planned.placement.tiers[1:]))
+    if isinstance(planned.placement.sync, Bounded):
+        yield from _check_bounded(plan, planned, table)
+        planned = replace(planned, placement=replace(planned.placement, sync=Exact()))
     dtype = planned.placement.weight_dtype
     is_allowed = any(entry in plan.allow and allowed == dtype for entry, allowed in TABLE_DTYPES.items())
     supported = single_rank_table_plan(table, dtype if is_allowed else None).placement
     for field in fields(supported):
         if getattr(planned.placement, field.name) != getattr(supported, field.name):
             yield f"{field.name} of table {planned.table}"
+
+
+def _check_bounded(plan: Plan, planned: TablePlan, table: Table) -> Iterator[str]:
+    """Yield what this version does not support for a table with bounded staleness."""
+    if table.growth is not None:
+        yield f"bounded staleness of table {planned.table}, which grows"
+    if planned.placement.weight_dtype not in ("float32", "float64"):
+        yield f"bounded staleness of table {planned.table}, whose weights have 16 bits"
+    if {plan.wire.vectors, plan.wire.gradients} & {"float16", "bfloat16"}:
+        yield f"bounded staleness of table {planned.table} with rows in 16 bits between ranks"
 
 
 def _check_growing(planned: TablePlan) -> Iterator[str]:

@@ -46,6 +46,18 @@ def disk_functions() -> Mapping[str, TableFunction]:
     return {"expect": _expect, "prefetch": _prefetch, "lookup": _lookup, "update": _update}
 
 
+def copy_functions() -> Mapping[str, TableFunction]:
+    """Of plans with bounded staleness."""
+    return {
+        "copies": _find_copies,
+        "counts": _exchange_counts,
+        "ask": _ask,
+        "answer": _answer,
+        "lookup": _lookup_with_copies,
+        "update": _update_copies,
+    }
+
+
 def host_batch_functions() -> Mapping[str, TableFunction]:
     """Of plans whose stage "request" reads the ids from host memory."""
     return {"request": _request_from_host}
@@ -114,3 +126,38 @@ def _broadcast_in_host(step: Any, slots: Slots) -> None:
     gradients, exchange = slots["gradients.met"], step.model.sparse.exchange
     pending = ready(None) if gradients is None else exchange.broadcast_in_host(slots["ids"], gradients)
     slots.issue("gradients.tables", pending)
+
+
+@accesses(reads=("ids", "state.copies"), writes=("copies", "state.copies"))
+def _find_copies(step: Any, slots: Slots) -> None:
+    routed, exchange = slots["ids"], step.model.sparse.exchange
+    routed.copied[:] = exchange.bounded.plan(routed.outgoing.distinct_rows, training=step.training)
+    slots["copies"] = routed.copied
+
+
+@accesses(reads=("copies",), writes=("counts",))
+def _exchange_counts(step: Any, slots: Slots) -> None:
+    slots.issue("counts", step.model.sparse.exchange.bounded.exchange_counts(slots["copies"]))
+
+
+@accesses(reads=("copies", "counts"), writes=("asked",))
+def _ask(step: Any, slots: Slots) -> None:
+    _ = slots["counts"]
+    slots.issue("asked", step.model.sparse.exchange.bounded.ask(slots["copies"]))
+
+
+@accesses(reads=("copies", "asked", "state.tables"), writes=("answered",))
+def _answer(step: Any, slots: Slots) -> None:
+    _ = slots["asked"]
+    slots.issue("answered", step.model.sparse.exchange.bounded.answer(slots["copies"]))
+
+
+@accesses(reads=("ids", "state.tables", "answered", "state.copies"), writes=("looked",))
+def _lookup_with_copies(step: Any, slots: Slots) -> None:
+    _ = slots["answered"]
+    step.lookup_rows(slots)
+
+
+@accesses(reads=("ids", "gradients.tables", "state.copies"), writes=("state.tables", "state.copies"))
+def _update_copies(step: Any, slots: Slots) -> None:
+    step.update_tables(slots)

@@ -45,11 +45,25 @@ class Exact:
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """Bounded staleness: a read may miss the last `pull` updates of other ranks; updates are sent in `push` steps."""
+    """Bounded staleness: ranks read rows of others from copies, of which each rank keeps up to `copies`.
+
+    Of each other rank, a read may miss `push` updates that it has not sent yet, and of those that they have sent `pull`
+    in all. An update counts once for each batch of a rank.
+    """
 
     pull: int
     push: int
+    copies: int = 0
     kind: Literal["bounded"] = "bounded"
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether rows may be stale at all."""
+        return self.pull > 0 or self.push > 0
+
+    def most_missed(self, num_ranks: int) -> int:
+        """How many updates of other ranks a read may miss."""
+        return self.pull + max(0, num_ranks - 1) * self.push
 
 
 @dataclass(frozen=True, slots=True)

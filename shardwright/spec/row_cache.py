@@ -18,6 +18,7 @@ DISK_SPACE = 2.0  # bytes of files at most, per byte of rows: a file with more r
 STEPS_IN_FLIGHT = 2  # whose rows are on lines at a time: of this step and of the next
 ID_MAP_BYTES = 168  # at most, of the map of ids in memory while it grows, for each row of a table that grows
 KNOWN_BATCHES = 2  # after the one that is placed: caches know their rows and evict them last
+MAX_UNSENT_BATCHES = 1024  # that a copy of a row keeps updates which its owner lacks
 HALF_LIFE_BATCHES = 100  # after which a use counts half, where rows are evicted by uses and not by LRU
 
 

@@ -63,6 +63,15 @@ EXPECT = Stage("expect", HOST, ("ids", "state.uses"), ("expected", "state.uses")
 # Holds the lines of a batch in "near" until its update; evicts and fills lines that no batch holds.
 PREFETCH = Stage("prefetch", HOST, ("ids", "expected", "state.lines"), ("near", "state.lines", "state.tables.idle"))
 
+# Of tables with bounded staleness, after "ids": finds copies of the batch's rows, and asks owners for those that may
+# not be read any longer.
+COPY_STAGES = (
+    Stage("copies", MAIN, ("ids", "state.copies"), ("copies", "state.copies")),
+    Stage("counts", IDS, ("copies",), ("counts",)),
+    Stage("ask", IDS, ("copies", "counts"), ("asked",)),
+    Stage("answer", IDS, ("copies", "asked", "state.tables"), ("answered",)),
+)
+
 
 def pipeline_stages() -> tuple[Stage, ...]:
     """The stages of a step of a pipeline; `rank_stages` (spec/pipeline.py) makes those of a rank from them."""
@@ -195,6 +204,26 @@ def with_prefetch(stages: Sequence[Stage], *, from_host: bool = False) -> tuple[
         if stage.name == "ids":
             found += [replace(each, lead=CACHED[each.name]) for each in (PREFETCH, EXPECT)]
     return tuple(found)
+
+
+def with_copies(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The stages with those of tables with bounded staleness."""
+    if has_copies(stages):
+        return tuple(stages)
+    found: list[Stage] = []
+    for stage in stages:
+        if stage.name == "lookup":
+            found += COPY_STAGES
+            stage = replace(stage, reads=(*stage.reads, "answered", "state.copies"))
+        if stage.name == "update":
+            stage = replace(stage, reads=(*stage.reads, "state.copies"), writes=(*stage.writes, "state.copies"))
+        found.append(stage)
+    return tuple(found)
+
+
+def has_copies(stages: Sequence[Stage]) -> bool:
+    """Whether rows of other ranks are read from copies."""
+    return any(stage.name == "copies" for stage in stages)
 
 
 def has_prefetch(stages: Sequence[Stage]) -> bool:

@@ -10,8 +10,9 @@ from shardwright.planner.price import overheads, primitives
 from shardwright.planner.price.row_prices import Op, RowPrices
 from shardwright.planner.problem import PlacedTables, Problem
 from shardwright.planner.step import block_stages, block_tasks, row_moves, traffic
+from shardwright.planner.step.copy_tasks import copied_loads, copy_tasks
 from shardwright.planner.step.rank_calls import Task
-from shardwright.planner.step.stages import pipeline_stages, step_stages
+from shardwright.planner.step.stages import pipeline_stages, step_stages, with_copies
 from shardwright.planner.tables.sharding import TableLoad
 from shardwright.spec.plan import Stage
 from shardwright.spec.wire import REQUEST_HEADER_BYTES
@@ -34,6 +35,7 @@ class RankLoads:
     ids_R: np.ndarray  # ids received
     reduces_in_host: bool  # whether partial sums of vectors are added inside hosts
     replica_sum_seconds: float  # seconds of summing the gradients of data-parallel tables by row
+    has_copies: bool = False  # whether rows are read from copies
 
 
 def rank_loads(problem: Problem, placed: PlacedTables, found: Sequence[Sequence[float]]) -> RankLoads:
@@ -84,7 +86,8 @@ def rank_loads(problem: Problem, placed: PlacedTables, found: Sequence[Sequence[
         lookup_R += primitives.find_price(device, "lookup", "float32").call_seconds
         update_R += primitives.find_price(device, "update", "float32").call_seconds
     moved = moves.place_R, moves.copy_R, moves.bytes_R
-    return RankLoads(lookup_R, update_R, *moved, bytes_R, sent_R, ids_R, reduces, sums)
+    copies = bool(copied_loads(problem, placed))
+    return RankLoads(lookup_R, update_R, *moved, bytes_R, sent_R, ids_R, reduces, sums, copies)
 
 
 def _replica_update_seconds(problem: Problem, placed: PlacedTables, prices: RowPrices) -> np.ndarray:
@@ -166,6 +169,10 @@ def stage_tasks(problem: Problem, placed: PlacedTables, loads: RankLoads) -> dic
         "emit": Task(),
         "step": Task(seconds=block_stages.optimizer_seconds(problem)),
     }
+    if copied := copied_loads(problem, placed):
+        added = copy_tasks(problem, copied)
+        tasks["update"] = tasks["update"].lengthen(added.pop("update").seconds_on(0))
+        tasks |= added
     overhead = call_seconds(problem, placed)
     extras = decoding + placing + pooling, encoding + placing + summing + loads.replica_sum_seconds
     if block_stages.expands_blocks(problem):
@@ -310,10 +317,11 @@ def required_stages(problem: Problem, loads: RankLoads, ids_after: str) -> tuple
     """The stages that this placement needs, in issue order."""
     if problem.pipeline is not None:
         return pipeline_stages()
-    return step_stages(
+    stages = step_stages(
         has_tables=bool(problem.workload.tables),
         prefetch=bool(loads.moved_bytes_R.any()),
         ids_after=ids_after,
         host_reduce=loads.reduces_in_host,
         bodies=block_stages.stage_bodies(problem),
     )
+    return with_copies(stages) if loads.has_copies else stages

@@ -39,16 +39,24 @@ def found_share(load: TableLoad, lines: int, num_ids: float) -> float:
 
 @lru_cache(maxsize=1 << 14)
 def _expected_share(load: TableLoad, lines: int, num_ids: float) -> float:
+    rows_I, uses_I, hits_I = hits_by_interval(load, lines, num_ids)
+    return float((rows_I * uses_I * hits_I).sum() / max((rows_I * uses_I).sum(), 1e-300))
+
+
+def hits_by_interval(load: TableLoad, lines: int, num_ids: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of each interval of the popularity curve, the share of batches that use one of them, and the share of these
+    uses that find it."""
     rows_I, uses_I = _uses_by_interval(load, num_ids)
-    weights_I = rows_I * uses_I / max((rows_I * uses_I).sum(), 1e-300)
+    if lines >= load.table.rows:
+        return rows_I, uses_I, np.ones_like(uses_I)
     low, high = map(log, LOWEST)
     hits_I = _hits(uses_I, low)
     if (filled := (rows_I * hits_I).sum()) >= lines:  # too few lines for the rows that are used again and again
-        return float((weights_I * hits_I).sum() * (lines / filled) ** 0.5)
+        return rows_I, uses_I, hits_I * (lines / filled) ** 0.5
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if (rows_I * _hits(uses_I, middle)).sum() < lines else (low, middle)
-    return float((weights_I * _hits(uses_I, high)).sum())
+    return rows_I, uses_I, _hits(uses_I, high)
 
 
 def _uses_by_interval(load: TableLoad, num_ids: float) -> tuple[np.ndarray, np.ndarray]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from shardwright.errors import UserError
 from shardwright.planner.price import primitives
+from shardwright.planner.tables.copied_load import CopiedLoad
 from shardwright.spec import optimizer
 from shardwright.spec.cluster import Cluster, Level
 from shardwright.spec.row_cache import id_map_bytes
@@ -54,6 +55,7 @@ class TableLoad:
     # With row exchange: the load of pooling the received rows on the ranks of the samples.
     local_pooling: "TableLoad | None" = None
     group_distinct_rows: tuple[tuple[int, float], ...] = ()  # (k, distinct rows in the samples of one of k rank groups)
+    copied: CopiedLoad | None = None  # with row exchange, if rows are read from copies
     hits: tuple[tuple[int, float], ...] = ()  # recorded: (lines of a cache, share of a batch's distinct rows found)
 
     @property

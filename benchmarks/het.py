@@ -1,0 +1,231 @@
+"""Bounded staleness over sharded tables: HET's regime, with the owners of rows on the workers.
+
+    python -m benchmarks.het [--model MODEL] [--uplink RATE] [--rounds N] [--cluster FILE] [--write NAME]
+
+As root. An emulated lab of 8 hosts with one rank of 0.2 core each. One of HET's models (Wide & Deep, DeepFM, DCN) with
+26 tables of 40,000 rows and 128 columns trains with 128 samples a rank; ids follow a power law in which a tenth of the
+rows has nine tenths of the ids. All sides train in turns, in an order that rotates each round, after 300 steps of
+warm-up each:
+    exact            the planner's plan: tables sharded over the ranks
+    exact, again     the same, to see what turns differ by
+    bounded 10, 100  ranks read copies of rows; pull and push of 10 and of 100 updates
+A JSON line per side: milliseconds of a step (median, least, most), its speed over the exact side in the same round,
+bytes per step on a host's uplink, how many of a batch's rows of other ranks were asked for, received and sent back, and
+the predicted step. A first line has the exact step's share of communication: 1 less the step without links.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks import results_file
+from benchmarks.sharding import measure, median_min_max, start_job, uplink_bytes
+from benchmarks.turns import TurnServer, make_broadcast
+from shardwright.lab.emulated_cluster import Lab
+from shardwright.lab.shape import Host, Shape
+
+RANKS, CPU, LOCAL_BATCH = 8, 0.2, 128
+TABLES, ROWS, DIM, NUMBERS = 26, 40_000, 128, 13
+EXPONENT = 1.15  # of the power law
+COPIES = 6_000  # of the rows of each table, on each rank: 15 %
+SIDES = ("exact", "exact, again", "bounded 10", "bounded 100")
+MODELS = ("het_wide_deep", "het_deepfm", "het_dcn")
+WARM_STEPS, STEPS = 300, 40
+NUM_BATCHES = 400  # distinct batches, used in a cycle
+TIMEOUT_SECONDS = 3600.0
+
+
+def make_model(name: str) -> Any:
+    """The model on the meta device."""
+    import torch
+
+    from shardwright.layers.embedding import EmbeddingBags
+    from shardwright.models.het import HetDCN, HetDeepFM, HetModel, HetWideDeep
+    from shardwright.spec.optimizer import SGD
+    from shardwright.spec.workload import Feature, Table
+
+    torch.manual_seed(1)
+    tables = [Table(f"t{number:02}", ROWS, DIM) for number in range(TABLES)]
+    features = [Feature(table.name, table.name) for table in tables]
+    if name == "het_deepfm":  # a weight of each id besides its vector
+        tables += [Table(f"w{number:02}", ROWS, 1) for number in range(TABLES)]
+        features += [Feature(table.name, table.name) for table in tables[TABLES:]]
+    dense = {"het_wide_deep": HetWideDeep, "het_deepfm": HetDeepFM, "het_dcn": HetDCN}[name]
+    hidden = (256, 256) if name == "het_deepfm" else (256, 256, 256)
+    with torch.device("meta"):
+        sparse = EmbeddingBags(tables, features, SGD(0.01))
+        return HetModel(sparse, dense([table.dim for table in tables], NUMBERS, hidden))
+
+
+def make_batch(name: str, number: int, samples: int) -> Any:
+    """Batch `number` of so many samples."""
+    import numpy as np
+    import torch
+
+    from shardwright.jagged import Batch, Jagged
+
+    rng = np.random.default_rng(1000 + number)
+    shares = np.cumsum(np.arange(1, ROWS + 1) ** -EXPONENT)
+    ids = np.searchsorted(shares / shares[-1], rng.random((TABLES, samples)))
+    names = [f"t{table:02}" for table in range(TABLES)]
+    if name == "het_deepfm":
+        ids, names = np.concatenate([ids, ids]), [*names, *(f"w{table:02}" for table in range(TABLES))]
+    lengths = torch.ones(len(names), samples, dtype=torch.int64)
+    values = torch.from_numpy(ids.reshape(-1).astype(np.int64))
+    numbers = torch.from_numpy(rng.normal(size=(samples, NUMBERS)).astype(np.float32))
+    clicks = torch.from_numpy((rng.random(samples) < 0.25).astype(np.float32))
+    return Batch(Jagged(tuple(names), values, lengths), numbers, {"click": clicks})
+
+
+def make_results(name: str, cluster: Any) -> dict[str, Any]:
+    """By side, its plan and the candidate that predicts it."""
+    from shardwright import Bounded, keep_copies
+    from shardwright.measure.describe import describe
+    from shardwright.planner import search
+    from shardwright.planner.plan import exact_precision, make_plan
+    from shardwright.planner.reprice import reprice_plan
+
+    batches = [make_batch(name, number, LOCAL_BATCH * RANKS) for number in range(4)]
+    workload = describe(make_model(name), batches[0])
+    exact = make_plan(workload, cluster)
+    allowed = make_plan(workload, cluster, allow=("staleness<=800",))
+    copied = [table.table for table in allowed.plan.tables if table.travel == "rows"]
+    problem = search.define_problem(workload, cluster, LOCAL_BATCH * RANKS, exact_precision(workload))
+    sides = {"exact": (exact.plan, exact.candidate), "exact, again": (exact.plan, exact.candidate)}
+    for bound in (10, 100):
+        bounds = dict.fromkeys(copied, Bounded(bound, bound, COPIES))
+        plan = keep_copies(allowed.plan, bounds)
+        sides[f"bounded {bound}"] = (plan, reprice_plan(problem, plan))
+    print(dict(allowed.plan.why).get("staleness"), file=sys.stderr)
+    return sides
+
+
+def worker(folder: str, name: str, cluster_file: str) -> None:
+    """Body of every rank, which trains all sides."""
+    from itertools import cycle
+    from time import perf_counter
+
+    import torch
+
+    from shardwright.comm import collective
+    from shardwright.comm.mesh import Mesh
+    from shardwright.runtime.build import build
+    from shardwright.spec import presets
+
+    sides = make_results(name, presets.load_cluster(cluster_file))
+    lanes = ("main", "ids", "wire", "dense")
+    axes = sides["exact"][0].mesh_axes
+    mesh = Mesh(axes, groups=[(lane, ()) for lane in lanes], timeout_seconds=TIMEOUT_SECONDS)
+    group = mesh.group(lane="main")
+    batches = [make_batch(name, 10_000 * (mesh.rank + 1) + number, LOCAL_BATCH) for number in range(NUM_BATCHES)]
+    jobs, runs = {}, {}
+    for side, (plan, _) in sides.items():
+        model = make_model(name)
+        hottest = {table.name: torch.arange(table.rows) for table in model.sparse.tables}
+        jobs[side] = build(model, plan, mesh, optimizer=lambda p: torch.optim.SGD(p, 0.01), hottest=hottest)
+        runs[side] = jobs[side].run(cycle(batches))
+
+    def barrier_time() -> float:
+        collective.all_reduce(torch.zeros(1), group).wait()
+        return perf_counter()
+
+    def counts(side: str) -> list[int]:
+        of_groups = jobs[side].copy_counts().values()
+        own = [[each.read, each.asked, each.received, each.updated] for each in of_groups]
+        return torch.tensor([[0] * 4, *own]).sum(0).tolist()
+
+    server = TurnServer(folder, "ours", mesh.rank, make_broadcast(group))
+    server.reply({})
+    for side, warm, steps in server.turns():
+        losses = [float(next(runs[side]).loss) for _ in range(warm)]
+        before, start = counts(side), barrier_time()
+        for _ in range(steps):
+            next(runs[side])
+        seconds = barrier_time() - start
+        moved = [after - earlier for after, earlier in zip(counts(side), before, strict=True)]
+        server.reply({"seconds": seconds, "loss": losses[-1:], "rows": moved})
+    mesh.close()
+
+
+def run(name: str, uplink: str, rounds: int, cluster_file: str, steps: tuple[int, int]) -> Iterator[dict[str, Any]]:
+    from shardwright.spec import presets
+
+    with TemporaryDirectory() as folder, Lab(Shape((Host(uplink=uplink, cpu=CPU),) * RANKS), "het") as lab:
+        cluster = cluster_file or f"{folder}/cluster.toml"
+        if not Path(cluster).exists():
+            measure(lab, Path(cluster))
+        call = f"from benchmarks.het import worker; worker({folder!r}, {name!r}, {cluster!r})"
+        replies: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+        with start_job(lab, folder, "ours", [sys.executable, "-c", call]) as client:
+            for side in SIDES:
+                client.run_turn(side, steps[0], 1)
+            for number in range(rounds):
+                first = number % len(SIDES)
+                for side in SIDES[first:] + SIDES[:first]:
+                    bytes_before = uplink_bytes(lab)
+                    reply = client.run_turn(side, 3, steps[1])
+                    replies[side].append(reply | {"bytes": (uplink_bytes(lab) - bytes_before) / (3 + steps[1])})
+                print(f"round {number + 1} of {rounds}", file=sys.stderr)
+        predicted = make_results(name, presets.load_cluster(cluster))
+        yield from result_lines(name, uplink, replies, predicted, steps[1])
+
+
+def result_lines(
+    name: str, uplink: str, replies: dict[str, list[dict[str, Any]]], predicted: dict[str, Any], steps: int
+) -> Iterator[dict[str, Any]]:
+    from shardwright.planner.plan import slowest_stage_seconds
+
+    times = {side: [1e3 * reply["seconds"] / steps for reply in replies[side]] for side in SIDES}
+    for side in SIDES:
+        candidate = predicted[side][1]
+        ratios = [exact / ms for exact, ms in zip(times["exact"], times[side], strict=True)]
+        rows = [sum(column) for column in zip(*(reply["rows"] for reply in replies[side]), strict=True)]
+        line = {"benchmark": "het", "model": name, "uplink": uplink, "side": side, "rounds": len(ratios)}
+        line |= {"ms": median_min_max(times[side]), "over_exact": median_min_max(ratios, 2)}
+        line |= {"uplink_kb": round(1e-3 * median(reply["bytes"] for reply in replies[side]))}
+        if rows[0]:
+            line |= {
+                key: round(num / rows[0], 4)
+                for key, num in zip(("asked", "received", "updated"), rows[1:], strict=True)
+            }
+            loads = [load.copied for load in candidate.problem.placed_loads(candidate.placed) if load.copied]
+            if loads:
+                keys = ("asked", "received", "updated")
+                line |= {f"predicted_{key}": round(sum(getattr(x, key) for x in loads) / len(loads), 4) for key in keys}
+        line |= {"predicted_ms": round(1e3 * candidate.seconds, 1)}
+        parts = slowest_stage_seconds(candidate)
+        line |= {"parts_ms": {key: round(1e3 * seconds, 1) for key, seconds in parts.items() if seconds > 5e-4}}
+        yield line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="*", choices=MODELS, default=MODELS)
+    parser.add_argument("--uplink", default="100mbit", help="rate of each host's link")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cluster", default="", metavar="FILE", help="cluster file of such a lab; measured if missing")
+    parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
+    args = parser.parse_args(arguments)
+    steps = (WARM_STEPS, STEPS)
+    if args.smoke:
+        args.model, args.rounds, steps = MODELS[:1], 1, (2, 2)
+    lines: list[dict[str, Any]] = []
+    for name in args.model:
+        for line in run(name, args.uplink, args.rounds, args.cluster, steps):
+            lines.append(line)
+            print(json.dumps(line), flush=True)
+    if args.write:
+        results_file.write(args.write, "het", lines)
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

@@ -1,0 +1,285 @@
+"""Tables with bounded staleness over ranks: no read misses more than the bound, no update is lost, and what the bound
+leaves exact is exact."""
+
+import os
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from drawn import examples
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+from test_steps import STEPS, assert_same, batch, make_model, single_plan, take, train_reference
+from torch import nn
+
+from shardwright.errors import UserError
+from shardwright.jagged import Batch, Jagged
+from shardwright.layers.embedding import EmbeddingBags
+from shardwright.measure.describe import describe
+from shardwright.planner.step.stages import step_stages, with_copies
+from shardwright.runtime.build import build
+from shardwright.runtime.planning import plan_single_process
+from shardwright.spec.axes import Axis
+from shardwright.spec.lanes import LANES
+from shardwright.spec.optimizer import SGD, AdaGrad, Adam, RowWiseAdaGrad
+from shardwright.spec.plan import Bounded, Plan, Rect
+from shardwright.spec.workload import Feature, Table
+
+SAMPLES, NUM_ROWS = 8, 60  # of each rank's batch; of the table that counts
+
+
+class Click(nn.Module):
+    def forward(self, logits, batch):
+        return -logits.mean()
+
+
+class Counter(nn.Module):
+    """Its gradient of a row is 1 in the column of the rank; keeps what it reads."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.read = rank, []
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, batch, vectors):
+        if self.training:
+            self.read.append((batch.features.values.clone(), vectors.pooled_BD.detach().clone()))
+        return vectors.pooled_BD[:, self.rank] + 0 * self.scale
+
+
+class CountingModel(nn.Module):
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__()
+        optimizer = SGD(float(SAMPLES * world))
+        table = Table("t", NUM_ROWS, world, "float64")
+        self.sparse = EmbeddingBags([table], [Feature("f", "t")], optimizer)
+        with torch.no_grad():
+            self.sparse.weight("t").zero_()
+        self.dense, self.loss = Counter(rank), Click()
+
+    def forward(self, batch):
+        return self.dense(batch, self.sparse(batch))
+
+
+def bounded_plan(single: Plan, world: int, sync: Bounded, ids_after: str = "read", names=None) -> Plan:
+    """The plan of one process for `world` ranks; the tables `names`, or all, are row-wise with this bound."""
+    tables = []
+    for table in single.tables:
+        (rect,) = table.rects
+        ends = [rect.rows[1] * rank // world for rank in range(world + 1)]
+        rects = tuple(Rect(table.table, span, rect.cols, (rank,)) for rank, span in enumerate(pairwise(ends)))
+        rects = tuple(each for each in rects if each.rows[0] < each.rows[1])
+        is_bounded = names is None or table.table in names
+        placement = replace(table.placement, sync=sync) if is_bounded else table.placement
+        travel = "rows" if is_bounded else "vectors"
+        tables.append(replace(table, rects=rects, order="hash:5", placement=placement, travel=travel))
+    return replace(
+        single,
+        axes=(Axis("data", "rank", world),),
+        lanes=LANES,
+        tables=tuple(tables),
+        stages=with_copies(step_stages(ids_after=ids_after)),
+        dense=replace(single.dense, replicate=("data@rank",)),
+        allow=("staleness<=inf",),
+    )
+
+
+def click_batch(rows: torch.Tensor) -> Batch:
+    num = len(rows)
+    label = torch.zeros(num, dtype=torch.float64)
+    return Batch(Jagged(("f",), rows, torch.ones(1, num, dtype=torch.int64)), None, {"click": label})
+
+
+def count(world: int, sync: Bounded, batches, overlap: bool):
+    """Run on a rank: the reads of this rank, and the table at the end on rank 0."""
+    rank = int(os.environ["RANK"])
+    model = CountingModel(rank, world)
+    single = plan_single_process(model, describe(model, click_batch(batches[0][0])), ())
+    job = build(model, bounded_plan(single, world, sync), optimizer=lambda p: torch.optim.SGD(p, 0.0), overlap=overlap)
+    for _ in job.run(click_batch(by_rank[rank]) for by_rank in batches):
+        pass
+    counts = job.copy_counts()
+    weight = next(value for name, value in job.state().tensors.items() if name.endswith("t.weight"))
+    job.mesh.close()
+    return model.dense.read, None if weight.is_meta else weight, counts
+
+
+@st.composite
+def streams(draw):
+    world, num_steps = draw(st.sampled_from((2, 3, 4))), draw(st.integers(1, 25))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    popularity = torch.arange(1.0, NUM_ROWS + 1) ** -draw(st.sampled_from((0.0, 1.0, 2.0)))
+    batches = [
+        [torch.multinomial(popularity, SAMPLES, generator=generator) for _ in range(world)] for _ in range(num_steps)
+    ]
+    sync = Bounded(draw(st.sampled_from((0, 1, 5, 20, 100))), draw(st.sampled_from((1, 3, 100))), 32)
+    return world, sync, batches
+
+
+@examples(6)
+def test_reads_miss_no_more_than_the_bound_and_no_update_is_lost(ranks, examples):
+    @seed(0)
+    @settings(database=None, max_examples=examples)
+    @given(streams(), st.booleans())
+    def check_example(stream, overlap):
+        world, sync, batches = stream
+        answers = ranks.run(world, count, world, sync, batches, overlap)
+        produced = torch.zeros(NUM_ROWS, world)
+        for step, by_rank in enumerate(batches):
+            for rank, (read, _, _) in enumerate(answers):
+                rows, weights = read[step]
+                assert torch.equal(rows, by_rank[rank])
+                missed = produced[rows] - weights
+                assert missed[:, rank].abs().max() < 1e-6 and missed.min() > -1e-6
+                assert missed.sum(1).max() < sync.pull + (world - 1) * sync.push + 1e-6
+            for rank, rows in enumerate(by_rank):
+                produced[rows, rank] += 1
+        torch.testing.assert_close(answers[0][1].float(), produced, rtol=0, atol=1e-5)
+
+    check_example()
+
+
+def train_exactly(world: int, optimizer, overlap: bool):
+    """Run on a rank: copies whose bounds are 0, which `build` would not make."""
+    Bounded.has_copies = property(lambda self: True)
+    try:
+        model = make_model(optimizer)
+        plan = bounded_plan(single_plan(model), world, Bounded(0, 0, 320), names=("t0", "t2"))
+        job = build(model, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01), overlap=overlap)
+    finally:
+        Bounded.has_copies = property(lambda self: self.pull > 0 or self.push > 0)
+    rank = job.mesh.rank
+    begin, end = 24 * rank // world, 24 * (rank + 1) // world
+    outputs = [out.logits for out in job.run(take(batch(step), begin, end) for step in range(STEPS))]
+    evaluated = [out.logits for out in job.evaluate([take(batch(100 + step), begin, end) for step in range(2)])]
+    state = job.state()
+    job.mesh.close()
+    return outputs, evaluated, {name: value for name, value in state.tensors.items() if not value.is_meta}
+
+
+@pytest.mark.parametrize("optimizer", (SGD(0.1, momentum=0.9), AdaGrad(0.1), RowWiseAdaGrad(0.1), Adam(0.01)))
+def test_copies_with_bounds_of_0_train_like_one_process(ranks, optimizer):
+    outputs, evaluated, state = train_reference(optimizer)
+    for overlap in (False, True):
+        answers = ranks.run(3, train_exactly, 3, optimizer, overlap)
+        for number, expected in enumerate(outputs):
+            logits = torch.cat([answer[0][number] for answer in answers])
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+        for number, expected in enumerate(evaluated):
+            logits = torch.cat([answer[1][number] for answer in answers])
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+        assert_same(answers[0][2], state)
+
+
+SYNC = Bounded(6, 2, 320)
+
+
+def train_and_resume(optimizer, overlap: bool, folder: str):
+    """Run on a rank: logits of 6 steps, a checkpoint and 6 more; and of the last 6 from the checkpoint."""
+    runs, path = [], ""
+    for resumes in (False, True):
+        model = make_model(optimizer)
+        job = build(
+            model,
+            bounded_plan(single_plan(model), 3, SYNC),
+            optimizer=lambda p: torch.optim.Adam(p, 0.01),
+            overlap=overlap,
+        )
+        begin, end = 8 * job.mesh.rank, 8 * job.mesh.rank + 8
+        batches = [take(batch(step), begin, end) for step in range(12)]
+        logits = []
+        if resumes:
+            job.load(path)
+        for out in job.run(batches[6:] if resumes else batches):
+            logits.append(out.logits)
+            if job.step == 6:
+                path = job.save(folder)
+        evaluated = [out.logits for out in job.evaluate([take(batch(100), begin, end)])]
+        runs.append((logits, evaluated, job.state().tensors))
+        job.mesh.close()
+    return runs
+
+
+@pytest.mark.parametrize("overlap", (False, True))
+def test_a_resumed_run_repeats_every_bit(ranks, tmp_path, overlap):
+    for (logits, evaluated, state), (again, evaluated_again, state_again) in ranks.run(
+        3, train_and_resume, RowWiseAdaGrad(0.1), overlap, str(tmp_path)
+    ):
+        assert len(logits) == 12 and all(map(torch.equal, logits[6:], again))
+        assert all(map(torch.equal, evaluated, evaluated_again))
+        for name, value in state.items():
+            assert value.is_meta or name.startswith("random") or torch.equal(value, state_again[name])
+
+
+def train_bounded(optimizer, overlap: bool, ids_after: str, names):
+    model = make_model(optimizer)
+    plan = bounded_plan(single_plan(model), 3, SYNC, ids_after, names)
+    job = build(model, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01), overlap=overlap)
+    begin, end = 8 * job.mesh.rank, 8 * job.mesh.rank + 8
+    logits = [out.logits for out in job.run(take(batch(step), begin, end) for step in range(STEPS))]
+    state = job.state().tensors
+    job.mesh.close()
+    return logits, {name: value for name, value in state.items() if not value.is_meta and "random" not in name}
+
+
+@pytest.mark.parametrize("names", (None, ("t1",)))
+def test_overlapped_steps_equal_serial_ones_and_differ_from_exact_ones(ranks, names):
+    optimizer = Adam(0.01)
+    serial = ranks.run(3, train_bounded, optimizer, False, "read", names)
+    for ids_after in ("read", "gradients"):
+        overlapped = ranks.run(3, train_bounded, optimizer, True, ids_after, names)
+        for (logits, state), (others, other_state) in zip(serial, overlapped, strict=True):
+            assert all(map(torch.equal, logits, others))
+            assert all(torch.equal(value, other_state[name]) for name, value in state.items())
+    exact, _, _ = train_reference(optimizer)
+    first, last = (torch.cat([logits[step] for logits, _ in serial]) for step in (0, STEPS - 1))
+    torch.testing.assert_close(first, exact[0], rtol=0, atol=1e-10)
+    assert (last - exact[-1]).abs().max() > 1e-10
+    torch.testing.assert_close(last, exact[-1], rtol=0, atol=0.1)
+
+
+def refused(what: str) -> str:
+    optimizer = RowWiseAdaGrad(0.1, clip=1.0) if what == "clip" else RowWiseAdaGrad(0.1)
+    model = make_model(optimizer)
+    plan = bounded_plan(single_plan(model), 2, SYNC if what != "lines" else Bounded(6, 2, 32))
+    if what == "frozen":
+        model.sparse.weight("t0").requires_grad_(False)
+    job = None
+    try:
+        job = build(
+            model, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01), accumulate=2 if what == "accumulate" else 1
+        )
+        batches = [take(batch(step, 400), 200 * job.mesh.rank, 200 * job.mesh.rank + 200) for step in range(2)]
+        if what == "loop":
+            next(iter(job.loader(batches)))
+        list(job.run(batches))
+    except UserError as error:
+        return str(error)
+    finally:
+        if job is not None:
+            job.mesh.close()
+    return ""
+
+
+@pytest.mark.parametrize(
+    "what, message",
+    (
+        ("clip", "clip and weight_decay"),
+        ("accumulate", "set accumulate to 1"),
+        ("loop", "train in job.run"),
+        ("frozen", "some of these are frozen"),
+        ("lines", "do not fit"),
+    ),
+)
+def test_what_is_not_supported_says_so(ranks, what, message):
+    for answer in ranks.run(2, refused, what):
+        assert message in answer
+
+
+def test_the_real_bound_needs_to_be_allowed():
+    model = make_model(Adam(0.01))
+    plan = replace(bounded_plan(single_plan(model), 3, Bounded(6, 2, 320)), allow=("staleness<=9",))
+    with pytest.raises(UserError, match=r'needs allow "staleness<=10"'):
+        plan.verify()
+    replace(plan, allow=("staleness<=10",)).verify()
