@@ -1,17 +1,17 @@
-"""Bounded staleness over sharded tables: HET's regime, with the owners of rows on the workers.
+"""Bounded staleness on sharded tables in HET's setting: workers on slow links that own the rows themselves.
 
-    python -m benchmarks.het [--model MODEL] [--uplink RATE] [--rounds N] [--cluster FILE] [--write NAME]
+    python -m benchmarks.het [--model MODEL ...] [--uplink RATE] [--rounds N] [--cluster FILE] [--write NAME]
 
-As root. An emulated lab of 8 hosts with one rank of 0.2 core each. One of HET's models (Wide & Deep, DeepFM, DCN) with
-26 tables of 40,000 rows and 128 columns trains with 128 samples a rank; ids follow a power law in which a tenth of the
-rows has nine tenths of the ids. All sides train in turns, in an order that rotates each round, after 300 steps of
-warm-up each:
+As root. An emulated lab of 8 hosts with one rank of 0.2 core each. HET's models (Wide & Deep, DeepFM, DCN) with 26
+tables of 40,000 rows and 128 columns train with 128 samples a rank; ids follow a power law: a tenth of the rows has
+nine tenths of the lookups. All sides train in turns, in an order that rotates each round:
     exact            the planner's plan: tables sharded over the ranks
-    exact, again     the same, to see what turns differ by
-    bounded 10, 100  ranks read copies of rows; pull and push of 10 and of 100 updates
-A JSON line per side: milliseconds of a step (median, least, most), its speed over the exact side in the same round,
-bytes per step on a host's uplink, how many of a batch's rows of other ranks were asked for, received and sent back, and
-the predicted step. A first line has the exact step's share of communication: 1 less the step without links.
+    exact A/A        the same again: how much turns differ
+    bounded 10, 100  ranks read copies of rows, with pull and push of 10 and of 100; after 300 steps of warm-up
+A JSON line per side: milliseconds per step (median, least, most), speedup over the exact side of the same round, bytes
+per step on a host's uplink, shares of the rows read from other ranks that were validated, sent and pushed, measured and
+predicted, and the predicted step. A last line for each model has the share of communication in the exact step: 1 less
+the ratio of the step in a lab without limited links to this one.
 """
 
 import argparse
@@ -34,9 +34,9 @@ RANKS, CPU, LOCAL_BATCH = 8, 0.2, 128
 TABLES, ROWS, DIM, NUMBERS = 26, 40_000, 128, 13
 EXPONENT = 1.15  # of the power law
 COPIES = 6_000  # of the rows of each table, on each rank: 15 %
-SIDES = ("exact", "exact, again", "bounded 10", "bounded 100")
+SIDES = ("exact", "exact A/A", "bounded 10", "bounded 100")
 MODELS = ("het_wide_deep", "het_deepfm", "het_dcn")
-WARM_STEPS, STEPS = 300, 40
+WARM_STEPS, EXACT_WARM_STEPS, STEPS = 300, 20, 20
 NUM_BATCHES = 400  # distinct batches, used in a cycle
 TIMEOUT_SECONDS = 3600.0
 
@@ -83,31 +83,46 @@ def make_batch(name: str, number: int, samples: int) -> Any:
     return Batch(Jagged(tuple(names), values, lengths), numbers, {"click": clicks})
 
 
+def make_statistics(features: Sequence[str]) -> list[Any]:
+    """Of the stream, as a pass over it would measure them."""
+    import numpy as np
+
+    from shardwright.spec.workload import FeatureStatistics
+
+    weights = np.arange(1, ROWS + 1) ** -EXPONENT
+    probabilities, shares = weights / weights.sum(), np.cumsum(weights) / weights.sum()
+    points = np.unique(np.geomspace(1, ROWS - 1, 100).astype(int))
+    popularity = tuple((int(k), float(shares[k - 1])) for k in points)
+    sizes = [LOCAL_BATCH << k for k in range(4)]
+    distinct = tuple((size, float(-np.expm1(size * np.log1p(-probabilities)).sum() / size)) for size in sizes)
+    return [FeatureStatistics(name, 1.0, distinct[-1][1], popularity, distinct) for name in features]
+
+
 def make_results(name: str, cluster: Any) -> dict[str, Any]:
     """By side, its plan and the candidate that predicts it."""
-    from shardwright import Bounded, keep_copies
+    from shardwright import Bounded, allow_staleness
     from shardwright.measure.describe import describe
     from shardwright.planner import search
     from shardwright.planner.plan import exact_precision, make_plan
     from shardwright.planner.reprice import reprice_plan
 
-    batches = [make_batch(name, number, LOCAL_BATCH * RANKS) for number in range(4)]
-    workload = describe(make_model(name), batches[0])
+    batch = make_batch(name, 0, LOCAL_BATCH * RANKS)
+    workload = describe(make_model(name), batch, make_statistics(batch.features.features))
     exact = make_plan(workload, cluster)
     allowed = make_plan(workload, cluster, allow=("staleness<=800",))
     copied = [table.table for table in allowed.plan.tables if table.travel == "rows"]
     problem = search.define_problem(workload, cluster, LOCAL_BATCH * RANKS, exact_precision(workload))
-    sides = {"exact": (exact.plan, exact.candidate), "exact, again": (exact.plan, exact.candidate)}
+    sides = {"exact": (exact.plan, exact.candidate), "exact A/A": (exact.plan, exact.candidate)}
     for bound in (10, 100):
         bounds = dict.fromkeys(copied, Bounded(bound, bound, COPIES))
-        plan = keep_copies(allowed.plan, bounds)
+        plan = allow_staleness(allowed.plan, bounds)
         sides[f"bounded {bound}"] = (plan, reprice_plan(problem, plan))
     print(dict(allowed.plan.why).get("staleness"), file=sys.stderr)
     return sides
 
 
-def worker(folder: str, name: str, cluster_file: str) -> None:
-    """Body of every rank, which trains all sides."""
+def worker(folder: str, name: str, cluster_file: str, chosen: Sequence[str]) -> None:
+    """Body of every rank, which trains these sides."""
     from itertools import cycle
     from time import perf_counter
 
@@ -125,7 +140,7 @@ def worker(folder: str, name: str, cluster_file: str) -> None:
     group = mesh.group(lane="main")
     batches = [make_batch(name, 10_000 * (mesh.rank + 1) + number, LOCAL_BATCH) for number in range(NUM_BATCHES)]
     jobs, runs = {}, {}
-    for side, (plan, _) in sides.items():
+    for side, (plan, _) in ((side, sides[side]) for side in chosen):
         model = make_model(name)
         hottest = {table.name: torch.arange(table.rows) for table in model.sparse.tables}
         jobs[side] = build(model, plan, mesh, optimizer=lambda p: torch.optim.SGD(p, 0.01), hottest=hottest)
@@ -137,7 +152,7 @@ def worker(folder: str, name: str, cluster_file: str) -> None:
 
     def counts(side: str) -> list[int]:
         of_groups = jobs[side].copy_counts().values()
-        own = [[each.read, each.asked, each.received, each.updated] for each in of_groups]
+        own = [[each.read, each.validated, each.sent, each.pushed] for each in of_groups]
         return torch.tensor([[0] * 4, *own]).sum(0).tolist()
 
     server = TurnServer(folder, "ours", mesh.rank, make_broadcast(group))
@@ -153,27 +168,42 @@ def worker(folder: str, name: str, cluster_file: str) -> None:
     mesh.close()
 
 
-def run(name: str, uplink: str, rounds: int, cluster_file: str, steps: tuple[int, int]) -> Iterator[dict[str, Any]]:
-    from shardwright.spec import presets
-
+def run_sides(
+    uplink: str, name: str, cluster: str, sides: Sequence[str], rounds: int, steps: tuple[int, int, int]
+) -> dict[str, list[dict[str, Any]]]:
+    """Run these sides in turns; returns by side the reply of each round, with a step's bytes on an uplink. `steps`: of
+    the warm-up, of exact sides and of others, and of a turn."""
+    replies: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     with TemporaryDirectory() as folder, Lab(Shape((Host(uplink=uplink, cpu=CPU),) * RANKS), "het") as lab:
-        cluster = cluster_file or f"{folder}/cluster.toml"
         if not Path(cluster).exists():
             measure(lab, Path(cluster))
-        call = f"from benchmarks.het import worker; worker({folder!r}, {name!r}, {cluster!r})"
-        replies: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+        call = f"from benchmarks.het import worker; worker({folder!r}, {name!r}, {cluster!r}, {list(sides)!r})"
         with start_job(lab, folder, "ours", [sys.executable, "-c", call]) as client:
-            for side in SIDES:
-                client.run_turn(side, steps[0], 1)
+            for side in sides:
+                client.run_turn(side, steps[0] if side.startswith("exact") else steps[1], 1)
             for number in range(rounds):
-                first = number % len(SIDES)
-                for side in SIDES[first:] + SIDES[:first]:
+                first = number % len(sides)
+                for side in (*sides[first:], *sides[:first]):
                     bytes_before = uplink_bytes(lab)
-                    reply = client.run_turn(side, 3, steps[1])
-                    replies[side].append(reply | {"bytes": (uplink_bytes(lab) - bytes_before) / (3 + steps[1])})
+                    reply = client.run_turn(side, 2, steps[2])
+                    replies[side].append(reply | {"bytes": (uplink_bytes(lab) - bytes_before) / (2 + steps[2])})
                 print(f"round {number + 1} of {rounds}", file=sys.stderr)
-        predicted = make_results(name, presets.load_cluster(cluster))
-        yield from result_lines(name, uplink, replies, predicted, steps[1])
+    return replies
+
+
+def run(
+    name: str, uplink: str, rounds: int, cluster_file: str, steps: tuple[int, int, int]
+) -> Iterator[dict[str, Any]]:
+    from shardwright.spec import presets
+
+    with TemporaryDirectory() as folder:
+        cluster = cluster_file or f"{folder}/cluster.toml"
+        replies = run_sides(uplink, name, cluster, SIDES, rounds, steps)
+        yield from result_lines(name, uplink, replies, make_results(name, presets.load_cluster(cluster)), steps[2])
+        without = run_sides("", name, cluster, SIDES[:1], rounds, steps)
+    times = [1e3 * median(reply["seconds"] for reply in side["exact"]) / steps[2] for side in (replies, without)]
+    line = {"benchmark": "het", "model": name, "uplink": uplink, "side": "exact, no limited links"}
+    yield line | {"ms": round(times[1], 1), "communication_percent": round(100 - 100 * times[1] / times[0])}
 
 
 def result_lines(
@@ -189,15 +219,12 @@ def result_lines(
         line = {"benchmark": "het", "model": name, "uplink": uplink, "side": side, "rounds": len(ratios)}
         line |= {"ms": median_min_max(times[side]), "over_exact": median_min_max(ratios, 2)}
         line |= {"uplink_kb": round(1e-3 * median(reply["bytes"] for reply in replies[side]))}
-        if rows[0]:
-            line |= {
-                key: round(num / rows[0], 4)
-                for key, num in zip(("asked", "received", "updated"), rows[1:], strict=True)
-            }
-            loads = [load.copied for load in candidate.problem.placed_loads(candidate.placed) if load.copied]
-            if loads:
-                keys = ("asked", "received", "updated")
-                line |= {f"predicted_{key}": round(sum(getattr(x, key) for x in loads) / len(loads), 4) for key in keys}
+        keys = ("validated", "sent", "pushed") if rows[0] else ()
+        line |= {key: round(100 * num / rows[0], 1) for key, num in zip(keys, rows[1:], strict=False)}
+        loads = [load.copied for load in candidate.problem.placed_loads(candidate.placed) if load.copied is not None]
+        for key in keys:
+            share = sum(getattr(load, key) * load.rows_per_sample for load in loads)
+            line[f"predicted_{key}"] = round(100 * share / sum(load.rows_per_sample for load in loads), 1)
         line |= {"predicted_ms": round(1e3 * candidate.seconds, 1)}
         parts = slowest_stage_seconds(candidate)
         line |= {"parts_ms": {key: round(1e3 * seconds, 1) for key, seconds in parts.items() if seconds > 5e-4}}
@@ -207,15 +234,15 @@ def result_lines(
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="*", choices=MODELS, default=MODELS)
-    parser.add_argument("--uplink", default="100mbit", help="rate of each host's link")
+    parser.add_argument("--uplink", default="30mbit", help="rate of each host's link")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cluster", default="", metavar="FILE", help="cluster file of such a lab; measured if missing")
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     args = parser.parse_args(arguments)
-    steps = (WARM_STEPS, STEPS)
+    steps = EXACT_WARM_STEPS, WARM_STEPS, STEPS
     if args.smoke:
-        args.model, args.rounds, steps = MODELS[:1], 1, (2, 2)
+        args.model, args.rounds, steps = MODELS[:1], 1, (2, 2, 2)
     lines: list[dict[str, Any]] = []
     for name in args.model:
         for line in run(name, args.uplink, args.rounds, args.cluster, steps):

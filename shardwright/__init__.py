@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardwright.measure.describe import describe
     from shardwright.runtime.build import build
     from shardwright.runtime.job import Job
-    from shardwright.runtime.planning import keep_copies, keep_in_host_memory, keep_on_disk, plan_for
+    from shardwright.runtime.planning import allow_staleness, keep_in_host_memory, keep_on_disk, plan_for
     from shardwright.serving.export import export
     from shardwright.serving.predictor import Predictor
     from shardwright.spec.optimizer import LAMB, SGD, AdaGrad, Adam, PartialRowWiseAdam, RowWiseAdaGrad
@@ -47,7 +47,7 @@ _NAMES_BY_MODULE = MappingProxyType(
         "measure.describe": ("describe",),
         "runtime.build": ("build",),
         "runtime.job": ("Job",),
-        "runtime.planning": ("keep_copies", "keep_in_host_memory", "keep_on_disk", "plan_for"),
+        "runtime.planning": ("allow_staleness", "keep_in_host_memory", "keep_on_disk", "plan_for"),
         "serving.export": ("export",),
         "serving.predictor": ("Predictor",),
         "spec.optimizer": ("LAMB", "SGD", "AdaGrad", "Adam", "PartialRowWiseAdam", "RowWiseAdaGrad"),
@@ -90,7 +90,7 @@ __all__ = (
     "from_torch",
     "from_torchrec",
     "open_log",
-    "keep_copies",
+    "allow_staleness",
     "keep_in_host_memory",
     "keep_on_disk",
     "plan_for",

@@ -53,7 +53,8 @@ BLOCKING: Mapping[str, tuple[str, ...]] = MappingProxyType(
         # Set-up, agreement, checkpoints, and lookups outside of a step.
         "dense/flat_parameter.py": ("__init__", "all_gather_tensors"),
         "dense/replicated.py": ("broadcast_values",),
-        "embeddings/exchange.py": ("route", "pool", "lookup", "_exchange_weights"),
+        "embeddings/copies/bounded_tables.py": ("find_rows", "flush"),  # outside of a step
+        "embeddings/exchange.py": ("route", "pool", "lookup"),
         "embeddings/host_tables.py": ("lookup", "cache_counts"),
         "embeddings/row_placer.py": ("wait_until_placed",),  # of counts, for reports
         "embeddings/row_threads.py": ("run_alone",),  # of tables as a whole, between steps
@@ -65,6 +66,7 @@ BLOCKING: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "dense/clip_grad_norm.py": (),
         "embeddings/update.py": ("_gradient_sums", "_gather_replicas", "_finish_column_shards"),
         "embeddings/used_features.py": ("restrict", "_exchange_masks"),
+        "embeddings/vector_transport.py": ("exchange_id_weights",),
     }
 )
 READ_BY_LIBRARIES = ("__all__", "__pydantic_config__")

@@ -5,7 +5,7 @@ Phases, each a stage of the step; collectives run over all ranks, on the ids lan
     lengths     all-to-all of headers: how much each rank will receive (ids lane)
     ids         all-to-all of lengths and ids, one message per rank for all its table groups (ids lane)
     expect, prefetch    for tables with rows on disk (row_placer.py)
-    copies, counts, ask, answer     for tables with bounded staleness (copies/bounded_tables.py)
+    copies, counts, validate, renew     for tables with bounded staleness (copies/bounded_tables.py)
     lookup      one call per table group, over the samples of all its clients
     meet        host reduce: add partial sums inside each host where several of its ranks hold rows of a table (wire)
     vectors     all-to-all of pooled vectors, or partial sums of them, and distinct rows; then assemble them (wire)
@@ -191,7 +191,7 @@ class ShardedTables(NotCopied):
 
     def pool(self, routed: RoutedBatch) -> Vectors:
         """Run all phases from the lookup to the vectors and wait for them."""
-        self.bounded.settle()
+        self.bounded.flush()
         routed.copied[:] = self.bounded.find_rows(routed.outgoing.distinct_rows, training=False)
         result = self.lookup(routed)
         return self.exchange_vectors(self.reduce_in_host(result).wait()).wait()
@@ -284,7 +284,7 @@ class ShardedTables(NotCopied):
         """
         flags = self._used.flags(gradients)
         messages, unsent, sums = self._responses.split_gradients(routed.outgoing, gradients, flags)
-        for owner, updates in enumerate(self.bounded.updates_to_send(routed.copied, sums)):
+        for owner, updates in enumerate(self.bounded.updates_to_push(routed.copied, sums)):
             messages[owner] += updates
         of_groups = {index: parts for index, parts in unsent.items() if index < len(self.table_groups)}
         replica_sums = self._updater.start_replica_sums(
@@ -335,11 +335,9 @@ class ShardedTables(NotCopied):
             read[client] += rows * dim
             return by_rank[client][read[client] - rows * dim : read[client]].view(rows, dim)
 
-        gradients: dict[int, list[Tensor]] = {}
+        gradients: dict[int, list[Tensor]] = {i: [] for i, group in enumerate(self.table_groups) if group.bounded}
         for index, (group, incoming) in enumerate(zip(self.table_groups, routed.incoming, strict=True)):
-            if group.bounded:
-                gradients[index] = []  # their updates are of rows
-            if index in self._unsent or group.needs_host_reduce or group.bounded:
+            if index in self._unsent or index in gradients or group.needs_host_reduce:
                 continue
             pooled, unpooled = [], [[] for _ in group.unpooled]
             for position, client in enumerate(group.clients):
@@ -393,7 +391,8 @@ class ShardedTables(NotCopied):
         self._updater.run(ids, gradients, OptimizerStep(optimizer, steps))
         self.bounded.update(routed.copied, optimizer, steps)
         self.release(routed, written=True)
-        return {feature.name for feature, used in zip(self.bags.features, gradients.used_features, strict=True) if used}
+        used = zip(self.bags.features, gradients.used_features, strict=True)
+        return {feature.name for feature, is_used in used if is_used or feature.table in self.bounded.table_names}
 
 
 def _unpooled_dims(table_group: TableGroup) -> list[int]:

@@ -85,6 +85,10 @@ class UsedFeatures:
                 masks.setdefault(key, []).append(mask)
         restricted, gradients = [], {}
         for index, (shards, ids) in enumerate(zip(self._shards, ids_by_group, strict=True)):
+            if shards.table_group.bounded:  # all rows of a batch are updated
+                restricted.append(ids)
+                gradients[index] = received.gradients[index]
+                continue
             keep: list[bool | Tensor] = []
             for number, stream in enumerate(shards.table_group.streams):
                 table = shards.table_group.shards[stream.shard_index].table

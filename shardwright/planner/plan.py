@@ -80,8 +80,8 @@ def make_plan(
     if (best := choice.candidate) is None:
         raise choice.shortage
     reasons = {"pipeline": pipeline_reason} if pipeline_reason else {}
-    bounded, staleness_reason = _choose_staleness(define_problem(exact), best, parsed_pins, allow)
-    best, reasons = bounded, reasons | ({"staleness": staleness_reason} if staleness_reason else {})
+    best, staleness_reason = _choose_staleness(define_problem(exact), best, parsed_pins, allow)
+    reasons |= {"staleness": staleness_reason} if staleness_reason else {}
     if workload.experts and cluster.num_ranks > 1:
         reasons["experts"] = expert_split.describe_split(best, choice.unsplit_seconds, layers)
     replicated = search.with_replicas(best, parsed_pins)
@@ -92,16 +92,21 @@ def make_plan(
 def _choose_staleness(
     problem: Problem, exact: Candidate, pins: Mapping[str, Pin], allow: Sequence[str]
 ) -> tuple[Candidate, str]:
-    """The exact candidate, or one whose ranks read copies of rows, if that is faster; and why, "" if none may."""
+    """The faster of `exact` and the best candidate with copies of rows, and the plan's reason; "" if no staleness is
+    allowed."""
     bounds = staleness.allowed_bounds(allow, problem.cluster.num_ranks)
-    if exact.problem.pipeline is not None or problem.torchrec or problem.accumulate > 1:
+    if not bounds or not problem.workload.tables:
         return exact, ""
-    bounded = staleness.with_copies(replace(problem, dense=exact.problem.dense, experts=exact.problem.experts), bounds)
-    if bounded is None:
-        return exact, ""
-    rival = search.find_best(bounded, pins)
-    is_chosen = rival.loads.has_copies and rival.seconds < exact.seconds * (1 - staleness.TIE_SHARE)
-    return (rival if is_chosen else exact), staleness.describe(rival, exact, is_chosen=is_chosen)
+    if obstacle := staleness.describe_obstacle(replace(problem, pipeline=exact.problem.pipeline)):
+        return exact, f"not used: {obstacle}"
+    dense, experts = exact.problem.dense, exact.problem.experts
+    try:
+        problem = staleness.choose_bounds(replace(problem, dense=dense, experts=experts), bounds)
+        bounded = search.find_best(problem, pins)
+    except UserError as shortage:
+        return exact, f"not used: {shortage}"
+    is_chosen = bounded.loads.has_copies and bounded.seconds < exact.seconds * (1 - staleness.TIE_SHARE)
+    return (bounded if is_chosen else exact), staleness.describe(bounded, exact, is_chosen=is_chosen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,9 +144,9 @@ def evaluate(problem: Problem, proposal: Proposal, placed: PlacedTables) -> Cand
     tiers = split_rows(problem, placed)
     if tiers is None:
         return None
-    copied = (number for number, load in enumerate(problem.placed_loads(placed)) if load.copied is not None)
-    if any(len(tiers[number].shares) > 1 for number in copied):
-        return None
+    has_copies = any(load.copied is not None for load in problem.placed_loads(placed))
+    if has_copies and any(len(table.shares) > 1 for table in tiers):
+        return None  # a step either copies rows from slower tiers, or validates copies of rows
     loads = tasks.rank_loads(problem, placed, [table.found for table in tiers])
     step = prediction.predict_step(problem, placed, loads)
     return Candidate(problem, proposal, placed, loads, tuple(tiers), *step)

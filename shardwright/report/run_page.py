@@ -18,6 +18,7 @@ from shardwright.checkpoint.manifest import Manifest
 from shardwright.report import html_template, plots, step_times
 from shardwright.report.bubble import bubble_ratio
 from shardwright.report.caches_page import describe_caches
+from shardwright.report.copies_page import describe_copies
 from shardwright.report.experts_page import describe_experts
 from shardwright.report.growth_page import describe_growth
 from shardwright.report.html_template import Grid
@@ -64,6 +65,7 @@ def run_html(run: RunRecord) -> str:
     metrics = run.metrics
     curves = plots.curves(metrics, run.machine_windows)
     experts, caches, growth = describe_experts(run), describe_caches(run), describe_growth(run)
+    copies = describe_copies(run)
     times = (plots.stage_figure(run.timeline), plots.gantt(run.timeline)) if run.timeline else ()
     return html_template.render_template(
         "page.html.j2",
@@ -88,6 +90,7 @@ def run_html(run: RunRecord) -> str:
         experts=experts,
         caches=caches,
         growth=growth,
+        copies=copies,
         blocks=block_grid(run.workload) if run.workload and run.workload.blocks else None,
         checkpoints=checkpoint_grid(run.checkpoints) if run.checkpoints else None,
         publications=checkpoint_grid(run.publications, "publication") if run.publications else None,
@@ -99,6 +102,7 @@ def run_html(run: RunRecord) -> str:
             *times,
             *(experts.figures if experts else ()),
             *(section.figure for section in (caches, growth) if section),
+            *(copies.figures if copies else ()),
         ),
     )
 

@@ -15,7 +15,15 @@ from shardwright.checkpoint.manifest import Manifest
 from shardwright.checkpoint.step_directories import list_checkpoints, read_manifest
 from shardwright.errors import UserError, check_regular_file
 from shardwright.spec import files, table_checks
-from shardwright.spec.cache_record import CACHES_FILE, GROWTH_FILE, CacheWindow, GrowthWindow, read_windows
+from shardwright.spec.cache_record import (
+    CACHES_FILE,
+    COPIES_FILE,
+    GROWTH_FILE,
+    CacheWindow,
+    CopyWindow,
+    GrowthWindow,
+    read_windows,
+)
 from shardwright.spec.checks import raise_if_any
 from shardwright.spec.generated_text import GeneratedText
 from shardwright.spec.model_flops import ModelFlops
@@ -138,6 +146,7 @@ class RunRecord:
     routing: tuple[RoutedRows, ...] = ()
     caches: tuple[CacheWindow, ...] = ()
     growth: tuple[GrowthWindow, ...] = ()
+    copies: tuple[CopyWindow, ...] = ()
 
 
 def read_record(path: Path) -> RunRecord:
@@ -169,6 +178,7 @@ def read_record(path: Path) -> RunRecord:
         routing=tuple(read_routing(path / ROUTING_FILE)) if (path / ROUTING_FILE).exists() else (),
         caches=tuple(read_windows(path / CACHES_FILE, CacheWindow)),
         growth=tuple(read_windows(path / GROWTH_FILE, GrowthWindow)),
+        copies=tuple(read_windows(path / COPIES_FILE, CopyWindow)),
     )
 
 

@@ -164,6 +164,8 @@ class StepBindings:
         self.outputs.clear()
         self.inside_step = False
         self.prefetched.clear()
+        if has_copies(self.stages) and self.training:
+            self.model.sparse.exchange.bounded.cancel()
 
     def _run(
         self, stage: str, function: Callable[["StepBindings", Slots], Sequence[InFlight] | None], slots: Slots

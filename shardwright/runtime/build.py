@@ -38,7 +38,7 @@ from shardwright.runtime.bindings import StepBindings
 from shardwright.runtime.dense_layout import DenseOptimizer, announced_axes, mesh_for
 from shardwright.runtime.job import Job
 from shardwright.runtime.rank_group import RankGroup
-from shardwright.runtime.supported import cached_rows, check_supported, gpu_rows, is_single_process
+from shardwright.runtime.supported import EXACT_REMEDY, cached_rows, check_supported, gpu_rows, is_single_process
 from shardwright.runtime.user_loop import UserLoop
 from shardwright.spec.lanes import IDS, WIRE
 from shardwright.spec.pipeline import rank_chunks, rank_stages
@@ -212,7 +212,7 @@ def shard_tables(sparse: EmbeddingTables, plan: Plan, mesh: Mesh, options: _Opti
         for table in sparse.tables
     ]
     if any(group.bounded for groups in layout.table_groups for group in groups):
-        _check_bounded(sparse, options)
+        _check_bounded_training(sparse, options)
     lanes = Lanes(ids, wire, CODECS[plan.wire.vectors](), CODECS[plan.wire.gradients]())
     lines = [(index, cached_rows(plans[table.name])) for index, table in enumerate(sparse.tables)]
     lines_by_table = {index: num for index, num in lines if num is not None}
@@ -221,18 +221,20 @@ def shard_tables(sparse: EmbeddingTables, plan: Plan, mesh: Mesh, options: _Opti
     sparse.give_up(ShardedTables(sparse, layout, orders, lanes, mesh.device, caches, in_flight))
 
 
-def _check_bounded(sparse: EmbeddingTables, options: _Options) -> None:
+def _check_bounded_training(sparse: EmbeddingTables, options: _Options) -> None:
     """Raise for what tables with bounded staleness do not support."""
     optimizer = sparse.optimizer
     if optimizer is None or not all(weight.requires_grad for weight in sparse.parameters()):
-        raise UserError("tables with bounded staleness are trained, and some of these are frozen: plan them exact")
+        raise UserError(f"tables with bounded staleness are trained, but some of these are frozen: {EXACT_REMEDY}")
     if optimizer.clip or optimizer.weight_decay:
         raise UserError(
-            "bounded staleness sends one update for several steps, and clip and weight_decay of the tables' optimizer "
-            "would act once on all of them: set both to 0, or plan the tables exact"
+            f"the tables' optimizer has clip={optimizer.clip:g}, weight_decay={optimizer.weight_decay:g}; bounded "
+            f"staleness supports neither, since it pushes several steps as one: set both to 0, or {EXACT_REMEDY}"
         )
     if options.accumulate > 1:
-        raise UserError("bounded staleness with accumulate: set accumulate to 1, or plan the tables exact")
+        raise UserError(
+            f"accumulate={options.accumulate} does not work with bounded staleness: set accumulate=1, or {EXACT_REMEDY}"
+        )
 
 
 def _sample_group(plan: Plan, mesh: Mesh, lane: str) -> Group:

@@ -157,7 +157,7 @@ class Job:
 
     def evaluate(self, loader: Iterable[Batch]) -> Iterator[Output]:
         """Yield the output of each batch without updates; between outputs every module is in its previous mode."""
-        self._settle()
+        self._flush_copies()
         plan, parts = replace(self.plan, stages=evaluation_stages(self.plan.stages)), self._step.accumulation.parts
         step = StepBindings(
             self.model,
@@ -354,13 +354,13 @@ class Job:
             )
         for sharded in self._step.sharded_models:
             sharded.reshard()
-        self._settle()
+        self._flush_copies()
 
-    def _settle(self) -> None:
+    def _flush_copies(self) -> None:
         """Send all updates that copies of rows keep, and forget the copies. All ranks call it."""
         sparse = sparse_of(self.model)
         if sparse is not None and isinstance(sparse.exchange, ShardedTables):
-            sparse.exchange.bounded.settle()
+            sparse.exchange.bounded.flush()
 
 
 @contextmanager

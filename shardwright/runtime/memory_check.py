@@ -16,8 +16,16 @@ from shardwright.errors import UserError
 from shardwright.measure.describe import sparse_of
 from shardwright.runtime.supported import cached_rows
 from shardwright.spec import optimizer
-from shardwright.spec.plan import Plan
-from shardwright.spec.row_cache import FLOAT32_LINES, LINE_BYTES, ROW_INDEX_BYTES, SAVED_ROW_BYTES, id_map_bytes
+from shardwright.spec.plan import Bounded, Plan
+from shardwright.spec.row_cache import (
+    FLOAT32_LINES,
+    LINE_BYTES,
+    ROW_INDEX_BYTES,
+    SAVED_ROW_BYTES,
+    VERSION_BYTES,
+    copy_bytes,
+    id_map_bytes,
+)
 from shardwright.spec.workload import DTYPE_BYTES, Workload, state_dtype
 
 # How torch's CPU and CUDA allocators and numpy report the requested size.
@@ -68,6 +76,18 @@ def check_fits(workload: Workload, plan: Plan, model: nn.Module, rank: int, trai
     )
 
 
+def _copies_bytes(workload: Workload, plan: Plan, ranks: Sequence[int]) -> int:
+    """Bytes that bounded staleness takes on these ranks: copies of rows, and versions of their own rows."""
+    tables, total = {table.name: table for table in workload.tables}, 0
+    for planned in plan.tables:
+        sync = planned.placement.sync
+        if isinstance(sync, Bounded) and sync.has_copies:
+            total += len(ranks) * sync.copies * copy_bytes(tables[planned.table], workload.optimizer)
+            own = (rect for rect in planned.rects if set(rect.ranks) & set(ranks))
+            total += VERSION_BYTES * sum(rect.rows[1] - rect.rows[0] for rect in own)
+    return total
+
+
 def table_bytes_by_purpose(
     workload: Workload, plan: Plan, model: nn.Module, ranks: Sequence[int], train: TrainSettings
 ) -> dict[str, int]:
@@ -97,6 +117,8 @@ def table_bytes_by_purpose(
     needs = {} if is_allocated else {"weights": weights, "optimizer state": state}
     if index:
         needs["the index of rows on disk"] = index
+    if copies := _copies_bytes(workload, plan, ranks):
+        needs["copies of rows of other ranks"] = copies
     if ids:
         needs["the ids of tables that grow"] = ids
     needs |= {"the copy that a checkpoint is written from": copied_weights + copied_state}

@@ -139,8 +139,11 @@ def keep_in_host_memory(plan: Plan, rows_in_gpu_memory: Mapping[str, int]) -> Pl
     return replace(plan, stages=with_prefetch(plan.stages, from_host=True))
 
 
-def keep_copies(plan: Plan, bounds: Mapping[str, Bounded]) -> Plan:
-    """The plan in which ranks read these tables from copies, within these bounds; it allows the staleness."""
+def allow_staleness(plan: Plan, bounds: Mapping[str, Bounded]) -> Plan:
+    """The plan in which ranks read rows of these tables from copies that may be stale within these bounds.
+
+    Adds the needed "staleness<=N" to `allow`. Each row needs one owner: a table is one shard, or has row shards.
+    """
     names = [table.table for table in plan.tables]
     for name in bounds:
         if name not in names:
@@ -151,7 +154,11 @@ def keep_copies(plan: Plan, bounds: Mapping[str, Bounded]) -> Plan:
         else table
         for table in plan.tables
     )
-    most = max((sync.most_missed(plan.num_ranks) for sync in bounds.values()), default=0)
+    if plan.num_ranks == 1:
+        raise UserError("bounded staleness is for copies of rows of other ranks, and this plan is for one process")
+    most = max((sync.max_missed(plan.num_ranks) for sync in bounds.values()), default=0)
+    if not most:
+        return replace(plan, tables=tables)
     allow = plan.allow if max_staleness(plan.allow) >= most else (*plan.allow, f"staleness<={most}")
     return replace(plan, tables=tables, stages=with_copies(plan.stages), allow=allow)
 
@@ -258,8 +265,11 @@ def plan_run(
     if cluster_shape or world_size() > 1:
         # The first rank's prediction is written (RunDirectory.describe); the others keep shared cores and memory busy.
         measure = partial(measure_loop.measure_this_rank, settings, source, model) if cluster_shape is None else None
+        allow = settings.allow
+        if settings.train.progressive:  # evaluates every batch, before which all copies would be dropped
+            allow = tuple(entry for entry in allow if not entry.startswith("staleness"))
         plan, predicted = plan_over_ranks(
-            workload, settings.allow, settings.plan, cluster_shape, measure, settings.train.accumulate
+            workload, allow, settings.plan, cluster_shape, measure, settings.train.accumulate
         )
     else:
         plan = _plan_one_rank(settings, model, workload)

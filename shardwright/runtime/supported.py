@@ -8,6 +8,8 @@ from shardwright.spec.plan import TABLE_DTYPES, Bounded, Exact, Plan, TablePlan,
 from shardwright.spec.row_cache import DISK, GPU, HOST
 from shardwright.spec.workload import Table
 
+EXACT_REMEDY = 'remove "staleness<=N" from allow, or leave the table out of allow_staleness'
+
 
 def is_single_process(plan: Plan) -> bool:
     """Whether one rank has every table as a whole, in memory, with rows in the order of their ids."""
@@ -72,7 +74,7 @@ def _check_table(plan: Plan, planned: TablePlan, table: Table) -> Iterator[str]:
     if gpu_rows(planned) is not None and plan.num_ranks == 1 and table.growth is None:
         planned = replace(planned, placement=replace(planned.placement, tiers=planned.placement.tiers[1:]))
     if isinstance(planned.placement.sync, Bounded):
-        yield from _check_bounded(plan, planned, table)
+        _refuse_bounded(plan, planned, table)
         planned = replace(planned, placement=replace(planned.placement, sync=Exact()))
     dtype = planned.placement.weight_dtype
     is_allowed = any(entry in plan.allow and allowed == dtype for entry, allowed in TABLE_DTYPES.items())
@@ -82,14 +84,21 @@ def _check_table(plan: Plan, planned: TablePlan, table: Table) -> Iterator[str]:
             yield f"{field.name} of table {planned.table}"
 
 
-def _check_bounded(plan: Plan, planned: TablePlan, table: Table) -> Iterator[str]:
-    """Yield what this version does not support for a table with bounded staleness."""
-    if table.growth is not None:
-        yield f"bounded staleness of table {planned.table}, which grows"
-    if planned.placement.weight_dtype not in ("float32", "float64"):
-        yield f"bounded staleness of table {planned.table}, whose weights have 16 bits"
-    if {plan.wire.vectors, plan.wire.gradients} & {"float16", "bfloat16"}:
-        yield f"bounded staleness of table {planned.table} with rows in 16 bits between ranks"
+def _refuse_bounded(plan: Plan, planned: TablePlan, table: Table) -> None:
+    """Raise for what this version does not support for a table with bounded staleness."""
+    placement, wire = planned.placement, plan.wire
+    faults = [
+        ("grows", table.growth is not None),
+        (f"weights in {placement.weight_dtype}", placement.weight_dtype not in ("float32", "float64")),
+        (f"vectors in {wire.vectors} between ranks", wire.vectors in ("float16", "bfloat16")),
+        (f"gradients in {wire.gradients} between ranks", wire.gradients in ("float16", "bfloat16")),
+    ]
+    for fault, is_fault in faults:
+        if is_fault:
+            raise UserError(
+                f'table "{planned.table}" has bounded staleness and {fault}, which this version does not support '
+                f"together: {EXACT_REMEDY}"
+            )
 
 
 def _check_growing(planned: TablePlan) -> Iterator[str]:

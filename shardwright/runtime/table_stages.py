@@ -51,8 +51,8 @@ def copy_functions() -> Mapping[str, TableFunction]:
     return {
         "copies": _find_copies,
         "counts": _exchange_counts,
-        "ask": _ask,
-        "answer": _answer,
+        "validate": _validate_copies,
+        "renew": _renew_leases,
         "lookup": _lookup_with_copies,
         "update": _update_copies,
     }
@@ -131,7 +131,7 @@ def _broadcast_in_host(step: Any, slots: Slots) -> None:
 @accesses(reads=("ids", "state.copies"), writes=("copies", "state.copies"))
 def _find_copies(step: Any, slots: Slots) -> None:
     routed, exchange = slots["ids"], step.model.sparse.exchange
-    routed.copied[:] = exchange.bounded.plan(routed.outgoing.distinct_rows, training=step.training)
+    routed.copied[:] = exchange.bounded.find_copies(routed.outgoing.distinct_rows, training=step.training)
     slots["copies"] = routed.copied
 
 
@@ -140,21 +140,21 @@ def _exchange_counts(step: Any, slots: Slots) -> None:
     slots.issue("counts", step.model.sparse.exchange.bounded.exchange_counts(slots["copies"]))
 
 
-@accesses(reads=("copies", "counts"), writes=("asked",))
-def _ask(step: Any, slots: Slots) -> None:
+@accesses(reads=("copies", "counts"), writes=("expired",))
+def _validate_copies(step: Any, slots: Slots) -> None:
     _ = slots["counts"]
-    slots.issue("asked", step.model.sparse.exchange.bounded.ask(slots["copies"]))
+    slots.issue("expired", step.model.sparse.exchange.bounded.validate(slots["copies"]))
 
 
-@accesses(reads=("copies", "asked", "state.tables"), writes=("answered",))
-def _answer(step: Any, slots: Slots) -> None:
-    _ = slots["asked"]
-    slots.issue("answered", step.model.sparse.exchange.bounded.answer(slots["copies"]))
+@accesses(reads=("copies", "expired", "state.tables"), writes=("renewed",))
+def _renew_leases(step: Any, slots: Slots) -> None:
+    _ = slots["expired"]
+    slots.issue("renewed", step.model.sparse.exchange.bounded.renew(slots["copies"]))
 
 
-@accesses(reads=("ids", "state.tables", "answered", "state.copies"), writes=("looked",))
+@accesses(reads=("ids", "state.tables", "renewed", "state.copies"), writes=("looked",))
 def _lookup_with_copies(step: Any, slots: Slots) -> None:
-    _ = slots["answered"]
+    _ = slots["renewed"]
     step.lookup_rows(slots)
 
 

@@ -24,6 +24,7 @@ from shardwright.measure.describe import sparse_of
 from shardwright.planner.step.stages import has_copies, has_host_reduce
 from shardwright.runtime.accumulation import loss_weight
 from shardwright.runtime.bindings import StepBindings
+from shardwright.runtime.supported import EXACT_REMEDY
 from shardwright.spec.calls import Call, last_readers
 from shardwright.spec.lanes import WIRE
 from shardwright.spec.plan import Stage
@@ -58,7 +59,9 @@ class UserLoop:
     def batches(self, loader: Iterable[Batch], tracer: Tracer) -> Iterator[Batch]:
         """This rank's local batches, checked and on its device; all ranks must have the same number."""
         if has_copies(self._step.stages):
-            raise UserError("tables with bounded staleness train in job.run: train there, or plan them exact")
+            raise UserError(
+                f"job.loader does not support tables with bounded staleness: train in job.run, or {EXACT_REMEDY}"
+            )
         self.stop()
         self._tracer, self._step.is_watched = tracer, False  # the heartbeat is that of `_run`
         self._step.accumulation.poll_stop = lambda: 0

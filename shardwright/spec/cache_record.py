@@ -1,4 +1,5 @@
-"""What a run records of tables with rows on disk, and of those that grow: a JSON line for each window and table."""
+"""What a run records of tables with rows on disk, of those that grow, and of those with bounded staleness: a JSON line
+for each window and table."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import TypeVar
 from shardwright.errors import UserError, check_regular_file
 from shardwright.spec import files
 
-CACHES_FILE, GROWTH_FILE = "caches.jsonl", "growth.jsonl"  # of a run
+CACHES_FILE, GROWTH_FILE, COPIES_FILE = "caches.jsonl", "growth.jsonl", "copies.jsonl"  # of a run
 Window = TypeVar("Window")
 
 
@@ -47,6 +48,28 @@ class GrowthWindow:
     entries: int
     expired: int
     evicted: int
+
+    def to_line(self) -> str:
+        return dumps(files.to_plain(self), separators=(",", ":")) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyWindow:
+    """What ranks did with copies of rows in the steps up to `step`, since the window before; over all ranks.
+
+    `tables`: names of tables that share their copies. `read`: distinct rows of other ranks in batches; of these,
+    `validated` had an expired lease, `sent` were sent by their owners, and `pushed` had updates pushed. `missed`: of
+    the copies that were validated, how many missed 0, 1, 2 to 3, 4 to 7, ... updates.
+    """
+
+    step: int
+    steps: int
+    tables: str
+    read: int
+    validated: int
+    sent: int
+    pushed: int
+    missed: tuple[int, ...]
 
     def to_line(self) -> str:
         return dumps(files.to_plain(self), separators=(",", ":")) + "\n"

@@ -116,6 +116,17 @@ def state_shapes(optimizer: SparseOptimizer, rows: int, dim: int) -> dict[str, t
             return {"mean": (rows, dim), "square": (rows,)}
 
 
+def num_squares(optimizer: SparseOptimizer, dim: int) -> int:
+    """Values of a row by which AdaGrad's sum grows: of its squared gradient; 0 for other optimizers."""
+    match optimizer:
+        case AdaGrad():
+            return dim
+        case RowWiseAdaGrad():
+            return 1
+        case _:
+            return 0
+
+
 def hyperparameters(optimizer: SparseOptimizer) -> dict[str, float]:
     """All settings that an update needs, by name; 0 for settings that this optimizer does not have."""
     return {name: float(getattr(optimizer, name, 0.0)) for name in HYPERPARAMETERS}

@@ -45,10 +45,11 @@ class Exact:
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """Bounded staleness: ranks read rows of others from copies, of which each rank keeps up to `copies`.
+    """Bounded staleness: a rank reads rows of other ranks from up to `copies` copies.
 
-    Of each other rank, a read may miss `push` updates that it has not sent yet, and of those that they have sent `pull`
-    in all. An update counts once for each batch of a rank.
+    A read misses at most `max_missed(num_ranks)` updates of other ranks, and none of its own; an update is the gradient
+    of one rank for one batch. `push` limits the updates that a rank holds back, `pull` what a copy misses when it is
+    validated plus what others can add during its lease.
     """
 
     pull: int
@@ -58,10 +59,10 @@ class Bounded:
 
     @property
     def has_copies(self) -> bool:
-        """Whether rows may be stale at all."""
+        """Whether rows may be stale at all; if not, training is exact and there are no copies."""
         return self.pull > 0 or self.push > 0
 
-    def most_missed(self, num_ranks: int) -> int:
+    def max_missed(self, num_ranks: int) -> int:
         """How many updates of other ranks a read may miss."""
         return self.pull + max(0, num_ranks - 1) * self.push
 

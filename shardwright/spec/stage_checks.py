@@ -31,7 +31,8 @@ def is_persistent(slot: str) -> bool:
 
 
 def max_staleness(allow: tuple[str, ...]) -> float:
-    """Permitted staleness in steps: the largest N of the entries "staleness<=N"; 0 without such an entry."""
+    """The largest N of the entries "staleness<=N", 0 without one: updates of a row that a read may miss, or steps of
+    lead across a write."""
     matches = (re.fullmatch(r"staleness<=(\d+|inf)", entry) for entry in allow)
     return max((float(match[1]) for match in matches if match), default=0)
 

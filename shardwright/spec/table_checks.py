@@ -170,29 +170,29 @@ def disallowed_sync(plan: "Plan", *_: object) -> Iterator[str]:
         needed: float = 0
         if sync.kind == "bounded":
             yield from check_non_negative(f"{subject}: sync", pull=sync.pull, push=sync.push)
-            yield from _check_bounded(plan, table)
-            needed = sync.most_missed(plan.num_ranks)
+            yield from _bounded_faults(plan, table)
+            needed = sync.max_missed(plan.num_ranks)
         elif sync.kind == "async":
             needed = math.inf
         if needed > allowed:
             yield f'{subject} has sync "{sync.kind}"; it needs allow "staleness<={needed}"'
 
 
-def _check_bounded(plan: "Plan", table: "TablePlan") -> Iterator[str]:
+def _bounded_faults(plan: "Plan", table: "TablePlan") -> Iterator[str]:
     """Faults of a table with bounded staleness, whose rows have copies on all ranks."""
     sync, subject = table.placement.sync, f'table "{table.table}" has bounded staleness'
     if sync.kind != "bounded" or not sync.has_copies or plan.num_ranks == 1:
         return
     if sync.copies < WAYS:
-        yield f"{subject} and {sync.copies} copies of rows on each rank; wanted {WAYS} or more"
+        yield f"{subject} and copies={sync.copies}; wanted {WAYS} or more"
     if any(len(rect.ranks) > 1 for rect in table.rects):
-        yield f"{subject} and shards with replicas; give each row one owner"
+        yield f"{subject} and shards with replicas; use one shard, or row shards on one rank each"
     if len({rect.cols for rect in table.rects}) > 1:
-        yield f"{subject} and column shards; use row shards or one shard"
-    if len(table.placement.tiers) > 1:
-        yield f"{subject} and rows in several memory tiers; keep it in one"
+        yield f"{subject} and column shards; use one shard, or row shards on one rank each"
+    if tiered := [other.table for other in plan.tables if len(other.placement.tiers) > 1]:
+        yield f'{subject}, and table "{tiered[0]}" has rows in several memory tiers; use one of both'
     if not any(stage.name == "copies" for stage in plan.stages):
-        yield f'stages: {subject}, and no stage "copies" finds them'
+        yield f"stages: {subject}, and the stages that find and validate copies are missing; use allow_staleness"
 
 
 def disallowed_rounding(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:

@@ -2,6 +2,7 @@
 leaves exact is exact."""
 
 import os
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,7 +11,9 @@ import torch
 from drawn import examples
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
-from test_steps import STEPS, assert_same, batch, make_model, single_plan, take, train_reference
+from test_steps import STEPS, assert_same, batch, make_model, shard_plan, single_plan, take, train_reference
+from test_unused_features import Model, masked_batches
+from test_unused_ranks import table_plans
 from torch import nn
 
 from shardwright.errors import UserError
@@ -19,7 +22,7 @@ from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import describe
 from shardwright.planner.step.stages import step_stages, with_copies
 from shardwright.runtime.build import build
-from shardwright.runtime.planning import plan_single_process
+from shardwright.runtime.planning import allow_staleness, plan_single_process
 from shardwright.spec.axes import Axis
 from shardwright.spec.lanes import LANES
 from shardwright.spec.optimizer import SGD, AdaGrad, Adam, RowWiseAdaGrad
@@ -140,15 +143,28 @@ def test_reads_miss_no_more_than_the_bound_and_no_update_is_lost(ranks, examples
     check_example()
 
 
-def train_exactly(world: int, optimizer, overlap: bool):
-    """Run on a rank: copies whose bounds are 0, which `build` would not make."""
+@contextmanager
+def copies_without_staleness():
+    """Inside, bounds of 0 have copies, which `build` would not make."""
     Bounded.has_copies = property(lambda self: True)
     try:
-        model = make_model(optimizer)
-        plan = bounded_plan(single_plan(model), world, Bounded(0, 0, 320), names=("t0", "t2"))
-        job = build(model, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01), overlap=overlap)
+        yield
     finally:
         Bounded.has_copies = property(lambda self: self.pull > 0 or self.push > 0)
+
+
+def train_exactly(world: int, optimizer, overlap: bool, on_one_rank: bool):
+    """Run on a rank, with bounds of 0. `on_one_rank`: the last rank has the copied tables as a whole."""
+    with copies_without_staleness():
+        model = make_model(optimizer)
+        plan = bounded_plan(single_plan(model), world, Bounded(0, 0, 320), names=("t0", "t2"))
+        if on_one_rank:
+            tables = [
+                replace(table, rects=(Rect(table.table, (0, table.rects[-1].rows[1]), (0, 8), (world - 1,)),))
+                for table in plan.tables
+            ]
+            plan = replace(plan, tables=tuple(tables))
+        job = build(model, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01), overlap=overlap)
     rank = job.mesh.rank
     begin, end = 24 * rank // world, 24 * (rank + 1) // world
     outputs = [out.logits for out in job.run(take(batch(step), begin, end) for step in range(STEPS))]
@@ -161,8 +177,8 @@ def train_exactly(world: int, optimizer, overlap: bool):
 @pytest.mark.parametrize("optimizer", (SGD(0.1, momentum=0.9), AdaGrad(0.1), RowWiseAdaGrad(0.1), Adam(0.01)))
 def test_copies_with_bounds_of_0_train_like_one_process(ranks, optimizer):
     outputs, evaluated, state = train_reference(optimizer)
-    for overlap in (False, True):
-        answers = ranks.run(3, train_exactly, 3, optimizer, overlap)
+    for overlap, on_one_rank in ((False, False), (True, False), (True, True)):
+        answers = ranks.run(3, train_exactly, 3, optimizer, overlap, on_one_rank)
         for number, expected in enumerate(outputs):
             logits = torch.cat([answer[0][number] for answer in answers])
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
@@ -239,6 +255,42 @@ def test_overlapped_steps_equal_serial_ones_and_differ_from_exact_ones(ranks, na
     torch.testing.assert_close(last, exact[-1], rtol=0, atol=0.1)
 
 
+def train_with_unused_features(optimizer):
+    """Run on a rank: some features have no gradient in some steps; copies have bounds of 0."""
+    with copies_without_staleness():
+        model = Model(optimizer)
+        micro = masked_batches(6, 1)
+        plan = shard_plan(single_plan(model, micro[0]), 3, "read", "float64", table_plans(3))
+        names = [table.table for table in plan.tables if all(len(rect.ranks) == 1 for rect in table.rects)]
+        plan = replace(allow_staleness(plan, {names[0]: Bounded(1, 0, 64)}), allow=("staleness<=inf", "wire.bf16"))
+        bounds = {table.table: replace(table.placement, sync=Bounded(0, 0, 64)) for table in plan.tables}
+        tables = tuple(
+            replace(table, placement=bounds[table.table]) if table.table == names[0] else table for table in plan.tables
+        )
+        job = build(model, replace(plan, tables=tables))
+    size = micro[0].batch_size
+    begin, end = (size * rank // 3 for rank in (job.mesh.rank, job.mesh.rank + 1))
+    for _ in job.run([take(whole, begin, end) for whole in micro]):
+        pass
+    state = job.state()
+    job.mesh.close()
+    return {name: value for name, value in state.tensors.items() if not value.is_meta}
+
+
+def test_features_without_gradients_do_not_change_rows(ranks):
+    """Row-wise AdaGrad does not move a row whose gradient is zero."""
+    optimizer = RowWiseAdaGrad(0.1)
+    model = Model(optimizer)
+    for whole in masked_batches(6, 1):
+        model.loss(model(whole), whole).backward()
+    (state, *_) = ranks.run(3, train_with_unused_features, optimizer)
+    weights = {name: value for name, value in state.items() if name.endswith(".weight") and "sparse" in name}
+    assert weights
+    for name, value in weights.items():
+        expected = model.get_parameter(name.removeprefix("model/").removeprefix("model."))
+        torch.testing.assert_close(value, expected.detach(), rtol=0, atol=1e-10)
+
+
 def refused(what: str) -> str:
     optimizer = RowWiseAdaGrad(0.1, clip=1.0) if what == "clip" else RowWiseAdaGrad(0.1)
     model = make_model(optimizer)
@@ -265,8 +317,8 @@ def refused(what: str) -> str:
 @pytest.mark.parametrize(
     "what, message",
     (
-        ("clip", "clip and weight_decay"),
-        ("accumulate", "set accumulate to 1"),
+        ("clip", "clip=1, weight_decay=0"),
+        ("accumulate", "set accumulate=1"),
         ("loop", "train in job.run"),
         ("frozen", "some of these are frozen"),
         ("lines", "do not fit"),

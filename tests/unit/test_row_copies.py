@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from shardwright.embeddings.copies.row_clocks import RowClocks
 from shardwright.embeddings.copies.row_copies import NO_VERSION, Lease, RowCopies, row_values
 from shardwright.embeddings.copies.updates import RowUpdates
+from shardwright.errors import UserError
 from shardwright.kernels import reference
 from shardwright.spec.optimizer import SGD, AdaGrad, Adam, PartialRowWiseAdam, RowWiseAdaGrad, state_shapes
 from shardwright.spec.plan import Bounded
@@ -24,42 +25,45 @@ ROWS = 60  # of the table
 class Twin:
     """An owner and the ranks that have copies, in lockstep."""
 
-    def __init__(self, num_ranks: int, lines: int, bounds: Bounded, optimizer, dim: int) -> None:
+    def __init__(self, num_ranks: int, lines: int, bounds: Bounded, optimizer, dim: int, num_rows: int = ROWS) -> None:
         self.optimizer = optimizer
-        self.weight, self.state = torch.zeros(ROWS, dim, dtype=torch.float64), states(optimizer, dim)
+        self.weight = torch.zeros(num_rows, dim, dtype=torch.float64)
+        self.state = states(optimizer, dim, num_rows)
         self.clocks = RowClocks(self.weight, self.state, Lease(bounds.pull, num_ranks - 1))
         self.copies = [RowCopies(lines, dim, optimizer, bounds.push, torch.float64) for _ in range(num_ranks)]
-        self.num_asked = self.num_sent = 0
+        self.num_expired = self.num_refreshed = self.num_pushed = 0
 
     def run(self, batches, gradient, seen, first=0):
-        """`batches`: distinct rows by step and rank. `gradient(rank, step, rows)`, `seen(rank, step, rows, weights)`."""
+        """`batches`: rows by step and rank. `gradient(rank, step, rows)`, `seen(rank, step, rows, weights)`."""
         for step, by_rank in enumerate(batches, start=first):
-            planned = [copies.plan(rows) for copies, rows in zip(self.copies, by_rank, strict=True)]
+            planned = [copies.find_lines(rows) for copies, rows in zip(self.copies, by_rank, strict=True)]
             for rank, (copies, batch) in enumerate(zip(self.copies, planned, strict=True)):
-                self.answer(copies, batch)
+                self.validate(copies, batch)
                 seen(rank, step, batch.rows_R, copies.read(batch))
             sent = []
             for rank, (copies, batch) in enumerate(zip(self.copies, planned, strict=True)):
                 grad = gradient(rank, step, batch.rows_R)
-                counts = copies.counts_to_send(batch)
-                sent.append(copies.sent(batch, grad, self.optimizer))
-                assert torch.equal(sent[-1].rows_V, batch.sent_rows_V) and torch.equal(sent[-1].counts_V, counts)
+                counts = copies.counts_to_push(batch)
+                sent.append(copies.updates_to_push(batch, grad, self.optimizer))
+                assert torch.equal(sent[-1].rows_V, batch.pushed_rows_V) and torch.equal(sent[-1].counts_V, counts)
                 copies.update(batch, grad, self.optimizer, step + 1)
+                self.num_pushed += len(sent[-1].rows_V)
             self.clocks.apply(self.optimizer, sent, step + 1)
 
-    def answer(self, copies, batch):
-        asked = batch.rows_R[batch.is_asked_R]
-        is_new, leases, versions = self.clocks.answer(asked, copies.versions(batch))
-        values = row_values(self.weight, self.state, asked[is_new])
+    def validate(self, copies, batch):
+        expired = batch.rows_R[batch.is_expired_R]
+        is_new, leases, versions = self.clocks.renew(expired, copies.versions(batch))
+        values = row_values(self.weight, self.state, expired[is_new])
         copies.fill(batch, leases, is_new, values, versions[is_new], self.optimizer)
-        self.num_asked, self.num_sent = self.num_asked + len(asked), self.num_sent + int(is_new.sum())
+        self.num_expired, self.num_refreshed = self.num_expired + len(expired), self.num_refreshed + int(is_new.sum())
 
-    def settle(self, step):
-        self.clocks.apply(self.optimizer, [copies.forget() for copies in self.copies], step)
+    def flush(self, step):
+        self.clocks.apply(self.optimizer, [copies.drop() for copies in self.copies], step)
 
 
-def states(optimizer, dim):
-    return {name: torch.zeros(shape, dtype=torch.float64) for name, shape in state_shapes(optimizer, ROWS, dim).items()}
+def states(optimizer, dim, num_rows=ROWS):
+    shapes = state_shapes(optimizer, num_rows, dim)
+    return {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
 
 
 @st.composite
@@ -74,16 +78,16 @@ def cases(draw):
 
     batches = [[rows() for _ in range(num_ranks)] for _ in range(num_steps)]
     bounds = Bounded(draw(st.sampled_from((0, 1, 5, 20, 100))), draw(st.sampled_from((0, 1, 3, 100))))
-    settles = draw(st.sets(st.integers(0, num_steps - 1), max_size=2))
-    return num_ranks, draw(st.sampled_from((32, 64))), bounds, batches, settles
+    flushes = draw(st.sets(st.integers(0, num_steps - 1), max_size=2))
+    return num_ranks, draw(st.sampled_from((32, 64))), bounds, batches, flushes
 
 
 @settings(max_examples=80)
 @given(cases())
 def test_reads_miss_no_more_than_the_bound_and_no_update_is_lost(case):
-    num_ranks, lines, bounds, batches, settles = case
+    num_ranks, lines, bounds, batches, flushes = case
     twin = Twin(num_ranks, lines, bounds, SGD(1.0), num_ranks)
-    produced, most_missed = Counter(), 0
+    produced, max_missed = Counter(), 0
 
     def gradient(rank, step, rows):
         grad = torch.zeros(len(rows), num_ranks, dtype=torch.float64)
@@ -92,19 +96,19 @@ def test_reads_miss_no_more_than_the_bound_and_no_update_is_lost(case):
         return grad
 
     def seen(rank, step, rows, weights):
-        nonlocal most_missed
+        nonlocal max_missed
         for row, weight in zip(rows.tolist(), weights.tolist(), strict=True):
             missed = [produced[row, other] - weight[other] for other in range(num_ranks)]
             assert missed[rank] == 0 and min(missed) >= 0
-            most_missed = max(most_missed, sum(missed))
+            max_missed = max(max_missed, sum(missed))
 
     for step, by_rank in enumerate(batches):
         twin.run([by_rank], gradient, seen, step)
-        if step in settles:
-            twin.settle(step + 1)
+        if step in flushes:
+            twin.flush(step + 1)
             assert_owner_has(twin, produced, num_ranks)
-    assert most_missed <= bounds.pull + (num_ranks - 1) * bounds.push
-    twin.settle(len(batches))
+    assert max_missed <= bounds.pull + (num_ranks - 1) * bounds.push
+    twin.flush(len(batches))
     assert_owner_has(twin, produced, num_ranks)
 
 
@@ -121,8 +125,8 @@ def test_staleness_is_used():
     for pull in (0, 30):
         twins[pull] = twin = Twin(num_ranks, 32, Bounded(pull, 10), SGD(1.0), num_ranks)
         twin.run(batches, lambda rank, step, rows: torch.ones(len(rows), 4, dtype=torch.float64), lambda *_: None)
-    assert twins[0].num_asked == 60 * 20 * 4
-    assert twins[30].num_asked <= 60 * 20 * 4 / 5 and twins[30].num_sent <= twins[30].num_asked
+    assert twins[0].num_expired == 60 * 20 * 4
+    assert twins[30].num_expired <= 60 * 20 * 4 / 5 and twins[30].num_refreshed <= twins[30].num_expired
     assert int(twins[30].clocks.missed.sum()) > 0
 
 
@@ -180,9 +184,58 @@ def test_a_row_that_is_used_no_more_sends_its_updates():
     assert twin.weight[5].tolist() == [-1, -1]
 
 
-def test_an_owner_that_counts_past_32_bits_says_so():
-    from shardwright.errors import UserError
+def test_rows_in_the_set_of_another_row_keep_own_updates():
+    """The 60 rows do not fill both sets of 32 lines evenly, so that in each batch some change their lines."""
+    twin, produced = Twin(2, 64, Bounded(100, 100), SGD(1.0), 2), Counter()
 
+    def gradient(rank, step, rows):
+        produced[rank] += 1
+        grad = torch.zeros(len(rows), 2, dtype=torch.float64)
+        grad[:, rank] = -1
+        return grad
+
+    def seen(rank, step, rows, weights):
+        assert (weights[:, rank] == step).all()
+
+    twin.run([[torch.arange(60)] * 2] * 8, gradient, seen)
+    assert any(copies.index.counts.conflicts for copies in twin.copies)
+    twin.flush(8)
+    assert (twin.weight == 8).all()
+
+
+def test_the_updates_of_a_failed_batch_are_pushed_with_the_next_one():
+    copies, ones = RowCopies(32, 2, SGD(1.0), 10_000, torch.float64), torch.ones(32, 2, dtype=torch.float64)
+    clocks = RowClocks(torch.zeros(100, 2, dtype=torch.float64), {}, Lease(10_000, 1))
+
+    def train(rows, *, fails=False):
+        batch = copies.find_lines(rows)
+        if fails:
+            return copies.cancel()
+        is_new, leases, versions = clocks.renew(rows[batch.is_expired_R], copies.versions(batch))
+        copies.fill(
+            batch, leases, is_new, clocks.weight_ED[rows[batch.is_expired_R][is_new]], versions[is_new], SGD(1.0)
+        )
+        updates = copies.updates_to_push(batch, ones[: len(rows)], SGD(1.0))
+        copies.update(batch, ones[: len(rows)], SGD(1.0), 1)
+        clocks.apply(SGD(1.0), [updates], 1)
+
+    train(torch.arange(32))
+    train(torch.arange(40, 72), fails=True)  # evicts all rows
+    train(torch.arange(40, 72))
+    clocks.apply(SGD(1.0), [copies.drop()], 1)
+    used = torch.cat([torch.arange(32), torch.arange(40, 72)])
+    assert (clocks.weight_ED[used] == -1).all() and clocks.weight_ED.sum() == -128
+
+
+def test_too_few_copies_say_what_to_raise():
+    copies = RowCopies(32, 2, SGD(1.0), 1, torch.float32, "item, user")
+    with pytest.raises(
+        UserError, match='the 33 rows of a batch do not fit in the 32 copies of tables "item, user": raise'
+    ):
+        copies.find_lines(torch.arange(33))
+
+
+def test_an_owner_that_counts_past_32_bits_says_so():
     clocks = RowClocks(torch.zeros(4, 2), {}, Lease(1, 1))
     one = torch.ones(1, dtype=torch.int64)
     update = RowUpdates(one, one, torch.zeros(1, 2), torch.zeros(1, 0))

@@ -113,7 +113,7 @@ def test_the_single_rank_plan_is_legal_and_has_reasons():
             'table "user": tier "hbm": rows is -3; wanted 0 or more',
         ),
         (change_placement(tiers=(Share("dram", 3), Share("dram"))), 'table "user": tier "dram" appears 2 times'),
-        (change_placement(sync=Bounded(3, 5)), 'table "user" has sync "bounded"; it needs allow "staleness<=5"'),
+        (change_placement(sync=Bounded(3, 5)), 'table "user" has sync "bounded"; it needs allow "staleness<=3"'),
         (change_placement(sync=Bounded(-3, 0)), 'table "user": sync: pull is -3; wanted 0 or more'),
         (
             replace(PLAN, dense=replace(PLAN.dense, state="bfloat16")),

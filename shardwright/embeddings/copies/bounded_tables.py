@@ -3,15 +3,17 @@
 Every rank keeps copies of rows that other ranks own (row_copies.py); their owners count updates (row_clocks.py). A rank
 reads its own rows directly. Phases, between the exchange of ids and the lookup, then with the exchanges of vectors and
 of gradients; collectives run on the ids lane:
-    plan        lines for the rows of a batch; which ones to ask for, and which ones send their updates
+    copies      find lines for the rows of a batch; decide which copies to validate, and which updates to push
     counts      all-to-all: how many rows
-    ask         all-to-all: rows and versions of copies that are asked for; rows whose updates follow
-    answer      all-to-all: for how many batches a copy may be read, or that the row follows
+    validate    all-to-all: rows and versions of copies with an expired lease; rows whose updates follow
+    renew       all-to-all: for how many batches a copy may be read, or that the row follows
     vectors     rows, after the vectors of other tables
     gradients   updates, after the gradients of other tables
     update      own rows, from the updates of all ranks; copies, from own gradients
-    settle      before state is read: all updates are sent, and copies are forgotten
-So an owner sends a row only when a copy misses too much, and gets one update for many steps.
+    flush       before state is read: all updates are pushed, and copies are dropped
+An owner sends a row only if its copy misses too many updates, and receives one pushed update for several steps.
+
+Shape legend: R ranks, U distinct rows of a batch, D columns.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,11 +32,11 @@ from shardwright.embeddings.outgoing import DistinctRows
 from shardwright.layers.embedding import EmbeddingTables
 from shardwright.spec.optimizer import SparseOptimizer
 
-ANSWER_WORDS = 2  # lease and version
+RENEWAL_WORDS = 2  # lease and version
 
 
 class BoundedTables:
-    """All groups of such tables; there may be none."""
+    """The groups of tables with bounded staleness; there may be none."""
 
     def __init__(
         self, bags: EmbeddingTables, layout: Layout, local_shards: Sequence[LocalShards], ids_lane: Group
@@ -43,26 +45,31 @@ class BoundedTables:
         shards = {local.table_group.bounded: local for local in local_shards}
         keys = {group.bounded for groups in layout.table_groups for group in groups}
         self.groups = [BoundedGroup(bags, layout, key, shards.get(key), ids_lane.index) for key in sorted(keys - {()})]
+        self.table_names = frozenset(table.name for group in self.groups for table in group.tables)
+        is_large = any(group.numbers.num_rows > torch.iinfo(torch.int32).max for group in self.groups)
+        self._word_dtype = torch.int64 if is_large else torch.int32
         self._exchanged = sorted(layout.row_exchange_tables)
         # By group, its tables among those whose rows are exchanged.
         self._positions = [[self._exchanged.index(table) for table in group.numbers.first_row] for group in self.groups]
 
     def find_rows(self, distinct: DistinctRows, *, training: bool) -> list[CopiedBatch]:
         """All phases before the lookup, one after another."""
-        batches = self.plan(distinct, training=training)
+        batches = self.find_copies(distinct, training=training)
         if batches:
             self.exchange_counts(batches).wait()
-            self.ask(batches).wait()
-            self.answer(batches).wait()
+            self.validate(batches).wait()
+            self.renew(batches).wait()
         return batches
 
-    def plan(self, distinct: DistinctRows, *, training: bool) -> list[CopiedBatch]:
-        """Without training, all rows of other ranks are asked for; no update may be unsent."""
+    def find_copies(self, distinct: DistinctRows, *, training: bool) -> list[CopiedBatch]:
+        """Without training, all rows of other ranks are requested; all updates must be pushed."""
         by_table, batches = distinct.by_table(), []
+        for group in self.groups if training else ():
+            group.check_steps(self._bags.steps)  # equal on all ranks
         for group, positions in zip(self.groups, self._positions, strict=True):
             firsts = group.numbers.first_row.values()
             rows = [by_table[position].long() + first for position, first in zip(positions, firsts, strict=True)]
-            batches.append(group.plan(torch.cat(rows), training=training))
+            batches.append(group.find_copies(torch.cat(rows), training=training))
         return batches
 
     def exchange_counts(self, batches: Sequence[CopiedBatch]) -> Pending[None]:
@@ -74,11 +81,11 @@ class BoundedTables:
 
         return collective.all_to_all_rows(counts, self._lane).then(receive)
 
-    def ask(self, batches: Sequence[CopiedBatch]) -> Pending[None]:
-        """All-to-all of questions; owners have their answers when it ends."""
+    def validate(self, batches: Sequence[CopiedBatch]) -> Pending[None]:
+        """All-to-all of validation requests; owners compute the renewals when it ends."""
         by_rank: list[list[Tensor]] = [[] for _ in range(self._lane.size)]
         for group, batch in zip(self.groups, batches, strict=True):
-            for message, words in zip(by_rank, group.questions(batch), strict=True):
+            for message, words in zip(by_rank, group.validation_requests(batch), strict=True):
                 message += words
         sent = [sum(map(len, message)) for message in by_rank]
         sizes = [_num_words(batch.received_counts_R) for batch in batches]
@@ -88,24 +95,24 @@ class BoundedTables:
             rest = list(flat.split(received))
             for group, batch, of_group in zip(self.groups, batches, sizes, strict=True):
                 words, rest = _split_heads(rest, of_group)
-                batch.answers = group.receive_questions(batch, words)
+                batch.renewals = group.receive_validations(batch, words)
 
-        return collective.all_to_all(_int32(by_rank), sent, received, self._lane).then(receive)
+        return collective.all_to_all(self._to_words(by_rank), sent, received, self._lane).then(receive)
 
-    def answer(self, batches: Sequence[CopiedBatch]) -> Pending[None]:
-        """All-to-all of answers."""
-        by_rank = [[batch.answers[rank].flatten() for batch in batches] for rank in range(self._lane.size)]
+    def renew(self, batches: Sequence[CopiedBatch]) -> Pending[None]:
+        """All-to-all of renewals."""
+        by_rank = [[batch.renewals[rank].flatten() for batch in batches] for rank in range(self._lane.size)]
         sent = [sum(map(len, message)) for message in by_rank]
-        sizes = [(batch.counts_R[:, 0] * ANSWER_WORDS).tolist() for batch in batches]
+        sizes = [(batch.counts_R[:, 0] * RENEWAL_WORDS).tolist() for batch in batches]
         received = [sum(of_rank) for of_rank in zip(*sizes, strict=True)]
 
         def receive(flat: Tensor) -> None:
             rest = list(flat.split(received))
             for group, batch, of_group in zip(self.groups, batches, sizes, strict=True):
-                answers, rest = _split_heads(rest, of_group)
-                group.receive_answers(batch, torch.cat(answers).view(-1, ANSWER_WORDS))
+                renewals, rest = _split_heads(rest, of_group)
+                group.receive_renewals(batch, torch.cat(renewals).view(-1, RENEWAL_WORDS))
 
-        return collective.all_to_all(_int32(by_rank), sent, received, self._lane).then(receive)
+        return collective.all_to_all(self._to_words(by_rank), sent, received, self._lane).then(receive)
 
     def rows_to_send(self, batches: Sequence[CopiedBatch]) -> Iterator[list[Tensor]]:
         """By rank, the rows that follow the vectors of other tables."""
@@ -114,7 +121,7 @@ class BoundedTables:
 
     def num_row_values(self, batches: Sequence[CopiedBatch]) -> list[int]:
         """By rank, the values of the rows that it sends."""
-        return _add(
+        return _sum_by_rank(
             [
                 [num * group.row_width for num in group.num_new_rows(batch)]
                 for group, batch in zip(self.groups, batches, strict=True)
@@ -133,17 +140,17 @@ class BoundedTables:
             rows_by_table |= zip(positions, rows_UD.split(counts), strict=True)
         return rows_by_table
 
-    def updates_to_send(self, batches: Sequence[CopiedBatch], sums: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    def updates_to_push(self, batches: Sequence[CopiedBatch], sums: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """By rank, the updates that follow the gradients of other tables; `sums`: of rows, by table."""
         parts = [
-            group.updates_to_send(batch, torch.cat([sums[position] for position in positions]), self._optimizer)
+            group.updates_to_push(batch, torch.cat([sums[position] for position in positions]), self._optimizer)
             for group, positions, batch in zip(self.groups, self._positions, batches, strict=True)
         ]
         return (list(of_rank) for of_rank in zip(*parts, strict=True))
 
     def num_update_values(self, batches: Sequence[CopiedBatch]) -> list[int]:
         """By rank, the values of the updates that it sends."""
-        return _add(
+        return _sum_by_rank(
             [
                 [len(rows) * group.update_width for rows, _ in batch.updated_rows]
                 for group, batch in zip(self.groups, batches, strict=True)
@@ -162,15 +169,22 @@ class BoundedTables:
         for group, batch in zip(self.groups, batches, strict=True):
             group.update(batch, optimizer, steps)
 
-    def settle(self) -> None:
-        """Send all updates and forget all copies, between steps; all ranks call it."""
+    def cancel(self) -> None:
+        """End a batch whose step has failed."""
         for group in self.groups:
-            unsent = group.copies.forget()
-            owners = group.numbers.owners(unsent.rows_V)
-            sent = unsent.select(owners.argsort(stable=True))
+            group.copies.cancel()
+
+    def flush(self) -> None:
+        """Push all updates and drop all copies, between steps: all-to-alls on the ids lane. All ranks call it."""
+        for group in self.groups:
+            if not group.copies.num_batches:  # since the last time; equal on all ranks
+                continue
+            unpushed = group.copies.drop()
+            owners = group.numbers.owners(unpushed.rows_V)
+            pushed = unpushed.select(owners.argsort(stable=True))
             counts = torch.bincount(owners, minlength=self._lane.size)
             sizes, received = counts.tolist(), collective.all_to_all_rows(counts.unsqueeze(1), self._lane).wait()
-            columns = sent.rows_V, sent.counts_V, torch.cat([sent.sums_VD, sent.squares_VS], 1)
+            columns = pushed.rows_V, pushed.counts_V, torch.cat([pushed.sums_VD, pushed.squares_VS], 1)
             num_received = received.flatten().tolist()
             rows, num, values = (
                 collective.all_to_all(column, sizes, num_received, self._lane).wait() for column in columns
@@ -178,11 +192,14 @@ class BoundedTables:
             if len(rows):
                 sums, squares = values.split([group.dim, group.update_width - group.dim], 1)
                 updates = RowUpdates(group.numbers.local_rows(rows), num, sums, squares)
-                group.apply([updates], self._optimizer, max(1, group.step_of(self._bags.steps)))
+                group.apply([updates], self._optimizer, group.max_step(self._bags.steps))
 
     def counts(self) -> dict[str, CopyCounts]:
         """By group, named after its tables."""
         return {", ".join(table.name for table in group.tables): group.counts for group in self.groups}
+
+    def _to_words(self, by_rank: Sequence[Sequence[Tensor]]) -> Tensor:
+        return torch.cat([part for message in by_rank for part in message]).to(self._word_dtype)
 
     @property
     def _optimizer(self) -> SparseOptimizer:
@@ -192,19 +209,14 @@ class BoundedTables:
 
 def _num_words(counts_R: Tensor | None) -> list[int]:
     assert counts_R is not None
-    return (counts_R.sum(1) * 2).tolist()  # of each row that is asked for, a version; of each update, a number
-
-
-def _int32(by_rank: Sequence[Sequence[Tensor]]) -> Tensor:
-    parts = [part for message in by_rank for part in message]
-    return torch.cat(parts).to(torch.int32)
+    return (counts_R.sum(1) * 2).tolist()  # a version for each row to validate, a number for each update
 
 
 def _split_heads(flats: Sequence[Tensor], sizes: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """The first values of each, and the others."""
+    """Split each tensor after its first `sizes[i]` values."""
     heads = [flat[:size] for flat, size in zip(flats, sizes, strict=True)]
     return heads, [flat[size:] for flat, size in zip(flats, sizes, strict=True)]
 
 
-def _add(sizes: Sequence[Sequence[int]], num: int) -> list[int]:
+def _sum_by_rank(sizes: Sequence[Sequence[int]], num: int) -> list[int]:
     return [sum(of_rank) for of_rank in zip(*sizes, strict=True)] if sizes else [0] * num

@@ -1,6 +1,6 @@
 """Rows of which other ranks have copies (row_copies.py): what their owner keeps.
 
-Shape legend: E rows, D columns, A rows that a rank asks for, V rows with updates, U distinct rows.
+Shape legend: E rows, D columns, A rows to validate, V rows with updates, U distinct rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,24 +22,24 @@ class RowClocks:
     def __init__(self, weight_ED: Tensor, state: Mapping[str, Tensor], lease: Lease) -> None:
         self.weight_ED, self.state, self._lease = weight_ED, state, lease
         self.version_E = torch.zeros(len(weight_ED), dtype=torch.int64)
-        # By power of two, how many copies that were asked for missed so many updates.
+        # By power of two, how many copies missed so many updates when they were validated.
         self.missed = torch.zeros(HISTOGRAM_BINS, dtype=torch.int64)
 
-    def answer(self, rows_A: Tensor, versions_A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Which rows must be sent for this batch, the leases of all, and their versions."""
+    def renew(self, rows_A: Tensor, versions_A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Which rows must be sent for this batch; the leases and versions of all."""
         now_A = self.version_E[rows_A]
         is_copied_A = versions_A != NO_VERSION
         missed_A = now_A - versions_A
         self.missed += torch.bincount(_bin(missed_A[is_copied_A]), minlength=HISTOGRAM_BINS)
-        left_A = self._lease.batches(missed_A)
+        left_A = self._lease.num_batches(missed_A)
         is_new_A = ~is_copied_A | (left_A < 0)
-        leases_A = torch.where(is_new_A, self._lease.batches(torch.zeros_like(missed_A)), left_A)
+        leases_A = torch.where(is_new_A, self._lease.num_batches(torch.zeros_like(missed_A)), left_A)
         return is_new_A, leases_A, now_A
 
     def apply(self, optimizer: SparseOptimizer, updates: Sequence[RowUpdates], step: int) -> Tensor:
-        """One optimizer step from what all ranks have sent, added in the order of ranks; returns the rows."""
+        """One optimizer step from the updates of all ranks, added in the order of ranks; returns the rows."""
         summed, num_senders_U = sum_by_row(RowUpdates.concat(updates))
-        # What several ranks send in one batch is one step, as of one process; what one rank has kept is several.
+        # Updates of several ranks in one batch are one step, as in one process; those that a rank has kept are several.
         merged = RowUpdates(summed.rows_V, 1 + summed.counts_V - num_senders_U, summed.sums_VD, summed.squares_VS)
         apply_updates(optimizer, self.weight_ED, self.state, merged, step)
         self.version_E[summed.rows_V] += summed.counts_V

@@ -1,6 +1,6 @@
-"""Updates of rows that are sent to the owners of the rows; one may stand for several steps.
+"""Updates of rows that are pushed to their owners; one may stand for several steps.
 
-Shape legend: V rows, U distinct rows, D columns, S columns of squares.
+Shape legend: V rows, U distinct rows, E rows of a table, D columns, S columns of squares.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,17 +31,6 @@ class RowUpdates:
     def concat(parts: "Sequence[RowUpdates]") -> "RowUpdates":
         columns = [[part.rows_V, part.counts_V, part.sums_VD, part.squares_VS] for part in parts]
         return RowUpdates(*(torch.cat(column) for column in zip(*columns, strict=True)))
-
-
-def num_squares(optimizer: SparseOptimizer, dim: int) -> int:
-    """Columns of squares that the optimizer needs."""
-    match optimizer:
-        case AdaGrad():
-            return dim
-        case RowWiseAdaGrad():
-            return 1
-        case _:
-            return 0
 
 
 def squares_of(optimizer: SparseOptimizer, grad_VD: Tensor) -> Tensor:
@@ -76,7 +65,7 @@ def apply_updates(
     gradient, not the square of their sum."""
     if updates.squares_VS.numel():
         merged = (updates.counts_V > 1).nonzero().flatten()
-        sums = state["sum"].view(len(weight_ED), -1)
+        sums = state["sum"] if state["sum"].dim() == 2 else state["sum"].unsqueeze(1)
         sums[updates.rows_V[merged]] += updates.squares_VS[merged] - squares_of(optimizer, updates.sums_VD[merged])
     apply_gradients(optimizer, weight_ED, state, updates.rows_V, updates.sums_VD, step)
 

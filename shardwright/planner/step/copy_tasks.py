@@ -1,4 +1,4 @@
-"""What bounded staleness adds to a step: finding copies of rows, asking their owners, updating the copies."""
+"""What bounded staleness adds to a step: finding copies of rows, validating and updating them."""
 
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -15,7 +15,9 @@ from shardwright.planner.tables.sharding import TableLoad
 WORD_BYTES = 4  # of a row, version, lease or number of updates in a message
 COUNT_BYTES = 16  # of a group, for each rank
 # Small torch calls per step and per other rank.
-CALLS = MappingProxyType({"copies": (90, 0), "counts": (10, 0), "ask": (60, 12), "answer": (30, 4), "update": (80, 4)})
+CALLS = MappingProxyType(
+    {"copies": (90, 0), "counts": (10, 0), "validate": (60, 12), "renew": (30, 4), "update": (80, 4)}
+)
 
 
 def copied_loads(problem: Problem, placed: PlacedTables) -> list[TableLoad]:
@@ -27,11 +29,11 @@ def copy_tasks(problem: Problem, loads: Sequence[TableLoad]) -> dict[str, Task]:
     """The tasks of the stages of bounded staleness, by name; with "update", what it adds to this stage."""
     device, others = problem.cluster.device, problem.cluster.num_ranks - 1
     prices, samples = RowPrices(device), problem.local_batch_size * others / problem.cluster.num_ranks
-    rows = asked = updated = updating = 0.0
+    rows = validated = pushed = updating = 0.0
     for load in loads:
         assert load.copied is not None
         num = samples * load.copied.rows_per_sample
-        rows, asked, updated = rows + num, asked + num * load.copied.asked, updated + num * load.copied.updated
+        rows, validated, pushed = rows + num, validated + num * load.copied.validated, pushed + num * load.copied.pushed
         updating += prices.sum_seconds(num, load.table.dim, row_bytes=round(load.table.dim * load.weight_bytes))
         # Copies are read, and gradients added to what is not sent.
         updating += 2 * overheads.columns_seconds(device, num, num * load.table.dim)
@@ -42,8 +44,8 @@ def copy_tasks(problem: Problem, loads: Sequence[TableLoad]) -> dict[str, Task]:
     tasks = {
         "copies": Task(),
         "counts": traffic.even_all_to_all_task(problem, COUNT_BYTES * (others + 1)),
-        "ask": traffic.even_all_to_all_task(problem, 2 * WORD_BYTES * (asked + updated)),
-        "answer": traffic.even_all_to_all_task(problem, 2 * WORD_BYTES * asked),
+        "validate": traffic.even_all_to_all_task(problem, 2 * WORD_BYTES * (validated + pushed)),
+        "renew": traffic.even_all_to_all_task(problem, 2 * WORD_BYTES * validated),
         "update": Task(),
     }
     return {name: task.lengthen(seconds[name]) for name, task in tasks.items()}

@@ -63,13 +63,13 @@ EXPECT = Stage("expect", HOST, ("ids", "state.uses"), ("expected", "state.uses")
 # Holds the lines of a batch in "near" until its update; evicts and fills lines that no batch holds.
 PREFETCH = Stage("prefetch", HOST, ("ids", "expected", "state.lines"), ("near", "state.lines", "state.tables.idle"))
 
-# Of tables with bounded staleness, after "ids": finds copies of the batch's rows, and asks owners for those that may
-# not be read any longer.
+# Of tables with bounded staleness, after "ids": finds copies of the batch's rows, and validates those whose lease
+# has expired.
 COPY_STAGES = (
     Stage("copies", MAIN, ("ids", "state.copies"), ("copies", "state.copies")),
     Stage("counts", IDS, ("copies",), ("counts",)),
-    Stage("ask", IDS, ("copies", "counts"), ("asked",)),
-    Stage("answer", IDS, ("copies", "asked", "state.tables"), ("answered",)),
+    Stage("validate", IDS, ("copies", "counts"), ("expired",)),
+    Stage("renew", IDS, ("copies", "expired", "state.tables"), ("renewed",)),
 )
 
 
@@ -214,7 +214,7 @@ def with_copies(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     for stage in stages:
         if stage.name == "lookup":
             found += COPY_STAGES
-            stage = replace(stage, reads=(*stage.reads, "answered", "state.copies"))
+            stage = replace(stage, reads=(*stage.reads, "renewed", "state.copies"))
         if stage.name == "update":
             stage = replace(stage, reads=(*stage.reads, "state.copies"), writes=(*stage.writes, "state.copies"))
         found.append(stage)

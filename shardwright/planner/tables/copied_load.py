@@ -7,12 +7,12 @@ from shardwright.spec.plan import Bounded
 
 @dataclass(frozen=True, slots=True)
 class CopiedLoad:
-    """Distinct rows that a sample reads, and the shares of them that owners are asked about, send, and get updates of;
-    bytes of a rank's copies."""
+    """Distinct rows that a sample reads, and the shares of them that are validated, sent by owners, and whose
+    updates are pushed; bytes of a rank's copies."""
 
     sync: Bounded
     rows_per_sample: float
-    asked: float
-    received: float
-    updated: float
+    validated: float
+    sent: float
+    pushed: float
     bytes_: float

@@ -26,14 +26,19 @@ from shardwright.runtime.launch import launcher
 from shardwright.runtime.run.machine import Threads
 from shardwright.runtime.run.tensorboard import EventFileWriter
 from shardwright.spec import files
-from shardwright.spec.cache_record import CACHES_FILE, GROWTH_FILE, CacheWindow, GrowthWindow
+from shardwright.spec.cache_record import CACHES_FILE, COPIES_FILE, GROWTH_FILE, CacheWindow, CopyWindow, GrowthWindow
 from shardwright.spec.plan import Plan
 from shardwright.spec.routing import ROUTING_FILE, RoutedRows
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
-Record = RoutedRows | CacheWindow | GrowthWindow
-RECORD_FILES = ((RoutedRows, ROUTING_FILE), (CacheWindow, CACHES_FILE), (GrowthWindow, GROWTH_FILE))
+Record = RoutedRows | CacheWindow | GrowthWindow | CopyWindow
+RECORD_FILES = (
+    (RoutedRows, ROUTING_FILE),
+    (CacheWindow, CACHES_FILE),
+    (GrowthWindow, GROWTH_FILE),
+    (CopyWindow, COPIES_FILE),
+)
 PRIVATE_MODE = 0o700  # mode of a run directory that only its owner may read
 
 # Where the run trains and how its input is prepared: a resumed run may change these keys.

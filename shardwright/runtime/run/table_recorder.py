@@ -1,13 +1,14 @@
-"""Record what caches of tables with rows on disk do, window by window of training steps, and how tables grow."""
+"""Record windows of training steps: of caches of rows on disk, of copies of rows, and of tables that grow."""
 
 from collections import Counter
 from dataclasses import asdict
 
 from shardwright.measure.describe import sparse_of
+from shardwright.planner.step.stages import has_copies
 from shardwright.runtime.job import Job
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.supported import cached_rows
-from shardwright.spec.cache_record import CacheWindow, GrowthWindow
+from shardwright.spec.cache_record import CacheWindow, CopyWindow, GrowthWindow
 
 CACHE_COUNTS = ("rows", "missing", "conflicts", "written_back", "bytes_read", "bytes_written")
 GROWTH_COUNTS = ("room", "rows", "entries", "expired", "evicted")
@@ -22,10 +23,29 @@ class TableRecorder:
         tables = sparse.tables if (sparse := sparse_of(job.model)) is not None else ()
         self._growing = any(table.growth is not None for table in tables)
         self._before, self._step = Counter[tuple[str, str]](), job.step
+        self._has_copies = has_copies(job.plan.stages)
+        self._copies_before: tuple[int, dict[str, list[int]]] = job.step, {}
 
-    def gather(self, step: int) -> list[CacheWindow | GrowthWindow]:
-        """What caches have done since the last call, and the tables that grow; empty if there are none."""
-        return [*self._gather_caches(step), *self._gather_growth(step)]
+    def gather(self, step: int) -> list[CacheWindow | GrowthWindow | CopyWindow]:
+        """What caches and copies have done since the last call, and the tables that grow; empty if there are none."""
+        return [*self._gather_copies(step), *self._gather_caches(step), *self._gather_growth(step)]
+
+    def _gather_copies(self, step: int) -> list[CopyWindow]:
+        """The window since the one before, by tables that share their copies."""
+        if not self._has_copies:
+            return []
+        own = {tables: counts.numbers for tables, counts in self._job.copy_counts().items()}
+        totals: dict[str, list[int]] = {}
+        for of_rank in self._rank_group.all_gather_json(own):
+            for tables, numbers in of_rank.items():
+                totals[tables] = [a + b for a, b in zip(numbers, totals.get(tables, [0] * len(numbers)), strict=True)]
+        before, (first_step, self._copies_before) = self._copies_before[1], (self._copies_before[0], (step, totals))
+        windows: list[CopyWindow] = []
+        for tables, numbers in totals.items():
+            moved = [a - b for a, b in zip(numbers, before.get(tables, [0] * len(numbers)), strict=True)]
+            read, validated, sent, pushed, *missed = moved
+            windows.append(CopyWindow(step, step - first_step, tables, read, validated, sent, pushed, tuple(missed)))
+        return windows
 
     def _gather_caches(self, step: int) -> list[CacheWindow]:
         """The window since the one before, by table; none if all tables are in memory."""

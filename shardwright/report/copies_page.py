@@ -1,0 +1,107 @@
+"""The part of a run's page about tables with bounded staleness, from the recorded windows (copies.jsonl)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwright.planner import staleness
+from shardwright.planner.tables.sharding import make_table_loads
+from shardwright.report.html_template import Grid
+from shardwright.report.plots import Figure, axis, figure_layout, trace
+from shardwright.report.run_record import RunRecord
+from shardwright.spec.cache_record import CopyWindow
+from shardwright.spec.plan import Bounded
+
+SHARES = (("validated", "validated"), ("sent by owners", "sent"), ("with updates pushed", "pushed"))
+
+
+@dataclass(frozen=True, slots=True)
+class CopiesSection:
+    """What the page shows; `tables` has a row by tables that share their copies."""
+
+    text: str
+    figures: tuple[Figure, ...]
+    tables: Grid
+
+
+def describe_copies(run: RunRecord) -> CopiesSection | None:
+    """None for a run without bounded staleness."""
+    if not run.copies:
+        return None
+    names = list(dict.fromkeys(window.tables for window in run.copies))
+    windows = {name: [window for window in run.copies if window.tables == name] for name in names}
+    last = {name: own[len(own) // 2 :] for name, own in windows.items()}
+    text = (
+        "Ranks read rows of other ranks from copies. A copy is validated when its lease has validated; then its owner "
+        "renews the lease, or sends the row if the copy misses too many updates. A row counts once per batch and rank."
+    )
+    return CopiesSection(text, (_shares_figure(run.copies), _missed_figure(last)), _table_grid(run, last))
+
+
+def _share(windows: Sequence[CopyWindow], field: str) -> float:
+    """Percent of the rows that were read."""
+    return 100 * sum(getattr(window, field) for window in windows) / max(1, sum(window.read for window in windows))
+
+
+def _shares_figure(windows: Sequence[CopyWindow]) -> Figure:
+    steps = sorted({window.step for window in windows})
+    by_step = [[window for window in windows if window.step == step] for step in steps]
+    data = tuple(
+        trace(name, steps, [_share(own, field) for own in by_step], color=f"var(--hue{number})")
+        for number, (name, field) in enumerate(SHARES)
+    )
+    layout = figure_layout(
+        xaxis=axis(title={"text": "step"}, tickformat=",d"),
+        yaxis=axis(title={"text": "rows, %"}, hoverformat=".1f", rangemode="tozero"),
+        hovermode="x unified",
+        showlegend=True,
+    )
+    caption = "Of the distinct rows of other ranks that batches read, over all tables with bounded staleness."
+    return Figure("copied_rows", "Rows that ranks exchange", caption, 300, data, layout)
+
+
+def _missed_figure(windows: dict[str, list[CopyWindow]]) -> Figure:
+    counts = [sum(column) for column in zip(*(each.missed for own in windows.values() for each in own), strict=True)]
+    num_bins = max((number + 1 for number, count in enumerate(counts) if count), default=1)
+    labels = ["0", "1", *(f"{1 << k:,} to {(2 << k) - 1:,}" for k in range(1, len(counts) - 1))][:num_bins]
+    total = max(1, sum(counts))
+    shares = [100 * count / total for count in counts[:num_bins]]
+    layout = figure_layout(
+        xaxis=axis(title={"text": "updates of other ranks that a copy missed"}, type="category"),
+        yaxis=axis(title={"text": "validated copies, %"}, hoverformat=".1f", rangemode="tozero"),
+    )
+    data = ({"type": "bar", "x": labels, "y": shares, "marker": {"color": "var(--hue0)"}, "name": "copies"},)
+    caption = "When its lease had validated; updates that other ranks had not pushed yet are not counted."
+    return Figure("missed_updates", "How stale copies were", caption, 300, data, layout)
+
+
+def _table_grid(run: RunRecord, windows: dict[str, list[CopyWindow]]) -> Grid:
+    rows: list[tuple[str, ...]] = []
+    for name, own in windows.items():
+        tables = name.split(", ")
+        first = name if len(tables) == 1 else f"{tables[0]} and {len(tables) - 1} more"
+        num_steps = max(1, sum(window.steps for window in own))
+        measured = [f"{_share(own, field):.1f}" for _, field in SHARES]
+        predicted = [f"{share:.1f}" for share in _predicted_shares(run, tables)] or [""] * len(SHARES)
+        pairs = [text for pair in zip(measured, predicted, strict=True) for text in pair]
+        rows.append((first, f"{sum(window.read for window in own) / num_steps:,.0f}", *pairs))
+    headings = [text for name, _ in SHARES for text in (f"{name}, %", "predicted, %")]
+    return Grid(("tables", "rows read", *headings), tuple(rows))
+
+
+def _predicted_shares(run: RunRecord, tables: Sequence[str]) -> list[float]:
+    """Percent of the rows, by the fields of SHARES; empty if the plan or the workload is missing."""
+    if run.workload is None or run.plan is None:
+        return []
+    loads = {load.table.name: load for load in make_table_loads(run.workload)}
+    syncs = {table.table: table.placement.sync for table in run.plan.tables}
+    totals, all_rows = [0.0] * len(SHARES), 0.0
+    for table in tables:
+        sync, load = syncs.get(table), loads.get(table)
+        if not isinstance(sync, Bounded) or load is None:
+            return []
+        num_ranks = run.plan.num_ranks
+        num_ids = run.workload.batch_size * load.ids_per_sample / num_ranks
+        rows, shares = staleness.exchanged_shares(load, sync, num_ranks, num_ids)
+        totals = [total + rows * share for total, share in zip(totals, shares, strict=True)]
+        all_rows += rows
+    return [100 * total / max(all_rows, 1e-300) for total in totals]
