@@ -16,7 +16,7 @@ SHARES = (("validated", "validated"), ("sent by owners", "sent"), ("with updates
 
 @dataclass(frozen=True, slots=True)
 class CopiesSection:
-    """What the page shows; `tables` has a row by tables that share their copies."""
+    """What the page shows; `tables` has a row for each set of tables that share copies."""
 
     text: str
     figures: tuple[Figure, ...]
@@ -31,10 +31,13 @@ def describe_copies(run: RunRecord) -> CopiesSection | None:
     windows = {name: [window for window in run.copies if window.tables == name] for name in names}
     last = {name: own[len(own) // 2 :] for name, own in windows.items()}
     text = (
-        "Ranks read rows of other ranks from copies. A copy is validated when its lease has validated; then its owner "
-        "renews the lease, or sends the row if the copy misses too many updates. A row counts once per batch and rank."
+        "Ranks read rows of other ranks from copies. A copy is validated when its lease has expired; then its owner "
+        "renews the lease, or sends the row if the copy misses too many updates. Counts are of distinct rows "
+        "per batch and rank."
     )
-    return CopiesSection(text, (_shares_figure(run.copies), _missed_figure(last)), _table_grid(run, last))
+    has_missed = any(sum(window.missed) for own in last.values() for window in own)  # else all had no copy yet
+    figures = (_shares_figure(run.copies), *((_missed_figure(last),) if has_missed else ()))
+    return CopiesSection(text, figures, _table_grid(run, last))
 
 
 def _share(windows: Sequence[CopyWindow], field: str) -> float:
@@ -55,8 +58,8 @@ def _shares_figure(windows: Sequence[CopyWindow]) -> Figure:
         hovermode="x unified",
         showlegend=True,
     )
-    caption = "Of the distinct rows of other ranks that batches read, over all tables with bounded staleness."
-    return Figure("copied_rows", "Rows that ranks exchange", caption, 300, data, layout)
+    caption = "Percent of the distinct rows that batches read from other ranks, over all tables with bounded staleness."
+    return Figure("copied_rows", "Rows validated, sent and pushed", caption, 300, data, layout)
 
 
 def _missed_figure(windows: dict[str, list[CopyWindow]]) -> Figure:
@@ -70,8 +73,8 @@ def _missed_figure(windows: dict[str, list[CopyWindow]]) -> Figure:
         yaxis=axis(title={"text": "validated copies, %"}, hoverformat=".1f", rangemode="tozero"),
     )
     data = ({"type": "bar", "x": labels, "y": shares, "marker": {"color": "var(--hue0)"}, "name": "copies"},)
-    caption = "When its lease had validated; updates that other ranks had not pushed yet are not counted."
-    return Figure("missed_updates", "How stale copies were", caption, 300, data, layout)
+    caption = "When they were validated; updates that other ranks had not pushed yet are not counted."
+    return Figure("missed_updates", "Updates missed by validated copies", caption, 300, data, layout)
 
 
 def _table_grid(run: RunRecord, windows: dict[str, list[CopyWindow]]) -> Grid:
@@ -84,8 +87,8 @@ def _table_grid(run: RunRecord, windows: dict[str, list[CopyWindow]]) -> Grid:
         predicted = [f"{share:.1f}" for share in _predicted_shares(run, tables)] or [""] * len(SHARES)
         pairs = [text for pair in zip(measured, predicted, strict=True) for text in pair]
         rows.append((first, f"{sum(window.read for window in own) / num_steps:,.0f}", *pairs))
-    headings = [text for name, _ in SHARES for text in (f"{name}, %", "predicted, %")]
-    return Grid(("tables", "rows read", *headings), tuple(rows))
+    headings = [text for name, _ in SHARES for text in (f"{name}, %", f"{name}, predicted")]
+    return Grid(("tables", "rows read per step", *headings), tuple(rows))
 
 
 def _predicted_shares(run: RunRecord, tables: Sequence[str]) -> list[float]:
