@@ -15,6 +15,7 @@ from benchmarks.scripts import SCRIPTS
 NEEDS_LAB = (
     "cost_model",
     "exchange",
+    "het",
     "hsdp",
     "ingest",
     "moe",
