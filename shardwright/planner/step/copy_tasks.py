@@ -14,7 +14,7 @@ from shardwright.planner.tables.sharding import TableLoad
 
 WORD_BYTES = 4  # of a row, version, lease or number of updates in a message
 COUNT_BYTES = 16  # of a group, for each rank
-# Small torch calls per step and per other rank.
+# Small torch calls per step, and per other rank; estimated from the code, not measured.
 CALLS = MappingProxyType(
     {"copies": (90, 0), "counts": (10, 0), "validate": (60, 12), "renew": (30, 4), "update": (80, 4)}
 )

@@ -210,15 +210,15 @@ def with_copies(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     """The stages with those of tables with bounded staleness."""
     if has_copies(stages):
         return tuple(stages)
-    found: list[Stage] = []
+    all_stages: list[Stage] = []
     for stage in stages:
         if stage.name == "lookup":
-            found += COPY_STAGES
+            all_stages += COPY_STAGES
             stage = replace(stage, reads=(*stage.reads, "renewed", "state.copies"))
         if stage.name == "update":
             stage = replace(stage, reads=(*stage.reads, "state.copies"), writes=(*stage.writes, "state.copies"))
-        found.append(stage)
-    return tuple(found)
+        all_stages.append(stage)
+    return tuple(all_stages)
 
 
 def has_copies(stages: Sequence[Stage]) -> bool:
