@@ -14,6 +14,7 @@ from shardwright.embeddings.growing_rows import GrowingRows
 from shardwright.layers.embedding import find_tables
 
 MIN_REMOVALS = 1 << 16  # ids of ended rows that are kept for each saver and shard, or as many as the shard has rows
+NO_REMOVALS = (torch.empty(0, dtype=torch.int64),)
 
 
 class ChangedRows:
@@ -33,13 +34,20 @@ class ChangedRows:
 
     def has_all_removals(self, saver: object, model: nn.Module) -> bool:
         """Whether this rank knows all rows of tables that grow which have ended since this saver's last checkpoint."""
-        self._note_lost_removals(model)
+        self._take_removals(model)
         return saver not in self._lacking
 
-    def _note_lost_removals(self, model: nn.Module) -> None:
-        have_lost = [rows.ids.has_lost_removed() for rows in growing_shards(model)]  # all: a call clears its flag
-        if any(have_lost):
-            self._lacking.update(self._missed_removals.keys())
+    def _take_removals(self, model: nn.Module) -> None:
+        """Add the ids whose rows have ended since the last call to those of each saver; of too many, none."""
+        shards = list(growing_shards(model))
+        removed = [rows.ids.take_removed() for rows in shards]
+        have_lost = [rows.ids.has_lost_removed() for rows in shards]  # all: a call clears its flag
+        most = [max(rows.ids.rows, MIN_REMOVALS) for rows in shards]
+        for saver, own in self._missed_removals.items():
+            own[:] = [torch.cat(pair).unique() for pair in zip(own, removed, strict=True)]
+            if any(have_lost) or any(len(ids) > limit for ids, limit in zip(own, most, strict=True)):
+                own[:] = [ids[:0] for ids in own]
+                self._lacking.add(saver)
 
     @contextmanager
     def select_rows_for(self, saver: object, model: nn.Module) -> Iterator[None]:
@@ -53,18 +61,10 @@ class ChangedRows:
                 other_mask |= mask
         for mask, missed in zip(masks, self._missed_rows.get(saver, ()), strict=False):
             mask |= missed
-        self._note_lost_removals(model)
+        self._take_removals(model)
         shards = list(growing_shards(model))
-        removed = [rows.ids.take_removed() for rows in shards]
-        for other, saver_removals in self._missed_removals.items():
-            saver_removals[:] = [torch.cat(pair).unique() for pair in zip(saver_removals, removed, strict=True)]
-            if any(
-                len(ids) > max(rows.ids.rows, MIN_REMOVALS) for ids, rows in zip(saver_removals, shards, strict=True)
-            ):
-                saver_removals[:] = [ids[:0] for ids in saver_removals]
-                self._lacking.add(other)
-        for rows, own in zip(shards, self._missed_removals.get(saver, removed), strict=True):
-            rows.removed = torch.unique(own)
+        for rows, own in zip(shards, self._missed_removals.get(saver, NO_REMOVALS * len(shards)), strict=True):
+            rows.removed = own
         yield
         track_changes(model)
         self._missed_rows[saver] = [torch.zeros_like(mask) for mask in changed_row_masks(model)]

@@ -17,6 +17,8 @@ from shardwright.runtime.build import build
 from shardwright.runtime.planning import keep_on_disk, plan_for
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.saving import Saver
+from shardwright.serving.export import export
+from shardwright.serving.predictor import Predictor
 from shardwright.spec.calls import without_leads
 from shardwright.spec.optimizer import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from shardwright.spec.workload import Feature, Growth, Table
@@ -251,6 +253,37 @@ def test_increments_have_rows_that_changed_and_ids_that_ended(tmp_path):
     expected, found = values_by_id(job), values_by_id(read)
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
     assert len(found) < len(ALL_IDS)
+
+
+@pytest.mark.parametrize("others_every", (0, 4))
+def test_publications_after_more_rows_have_ended_than_are_recorded(tmp_path, others_every):
+    """The ids of 65,536 ended rows are recorded, for each saver: after more, a publication must have all rows."""
+    rows = 20_000
+    job = growing_job(SGD(lr=0.1), Growth(half_life=5), overlap=False, rows=rows)
+    published, other = tmp_path / "published", tmp_path / "other"
+    one = with_ids(batch_of(0))
+
+    def new_ids(number: int) -> Batch:
+        values = torch.arange(8192 * number, 8192 * (number + 1)) * 2**40
+        lengths = torch.tensor([[0] * 8, [1024] * 8, [0] * 8])
+        return replace(one, features=replace(one.features, values=values, lengths=lengths))
+
+    predictor = None
+    for step, _ in enumerate(job.run([new_ids(number) for number in range(28)]), 1):
+        if predictor is None:
+            job.save(tmp_path / "saved")
+            export(job.model, tmp_path / "saved/step-00000001", tmp_path / "served", example=one)
+            job.publish(published)
+            predictor = Predictor(tmp_path / "served", follow=published)
+        elif step in (4, 16, 28):  # 12 batches end up to 98,304 rows
+            job.publish(published)
+            predictor.update()
+            assert predictor.step == step
+            assert torch.equal(predictor.tables.growing["item"].known_ids(), growing_rows(job)[0].rows().ids_E)
+        elif others_every and step % others_every == 0:
+            job.publish(other)
+    assert predictor is not None and growing_rows(job)[0].ids.numbers.evicted > 2 * 65_536
+    predictor.close()
 
 
 def test_a_full_table_ends_the_rows_with_the_fewest_uses():
