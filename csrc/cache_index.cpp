@@ -343,10 +343,6 @@ SHARDWRIGHT_API void* shardwright_cache_new(int64_t num_sets, int64_t half_life,
 
 SHARDWRIGHT_API void shardwright_cache_free(void* index) { delete static_cast<Index*>(index); }
 
-SHARDWRIGHT_API int64_t shardwright_cache_announce(void* index, const int64_t* keys, int64_t n) {
-  return static_cast<Index*>(index)->announce(keys, n);
-}
-
 SHARDWRIGHT_API void shardwright_cache_forget(void* index) { static_cast<Index*>(index)->forget(); }
 
 // Threads for several indices, one after the other on each; a single one has threads of its own.
@@ -354,6 +350,16 @@ static int threads_for_all(const IndexBatch* batches, int64_t num) {
   int64_t rows = 0;
   for (int64_t i = 0; i < num; ++i) rows += batches[i].n;
   return num < 2 ? 1 : threads_for(rows);
+}
+
+// `announce` of several indices. Returns -1, or the position of the first that too many batches are announced to.
+SHARDWRIGHT_API int64_t shardwright_cache_announce(const IndexBatch* batches, int64_t num, const int64_t* keys) {
+  int64_t failed = num;
+#pragma omp parallel for num_threads(threads_for_all(batches, num)) schedule(dynamic) reduction(min : failed)
+  for (int64_t i = 0; i < num; ++i)
+    if (static_cast<Index*>(batches[i].index)->announce(keys + batches[i].first, batches[i].n) < 0)
+      failed = std::min(failed, i);
+  return failed < num ? failed : -1;
 }
 
 // `place` of several indices. Returns -1, or the position of the first whose lines are too few.

@@ -8,7 +8,7 @@ Shape legend: N ids, F features, B samples, D columns.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -30,6 +30,9 @@ class Jagged:
     values: Tensor  # (N,) int32 or int64
     lengths: Tensor  # (F, B) int32 or int64
     weights: Tensor | None = None  # (N,) weight of each id
+    # By feature, all ids are known to be from 0 to below it, and lengths to be right; kernels need not check then, for
+    # which the CPU would wait for a GPU. None: not known, as in every Jagged that `replace` makes.
+    id_bounds: tuple[int, ...] | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
     def batch_size(self) -> int:
@@ -39,9 +42,10 @@ class Jagged:
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Jagged":
-        """Apply `change` to each tensor."""
+        """Apply `change`, which may move tensors but not change their numbers, to each tensor."""
         weights = None if self.weights is None else change(self.weights)
-        return Jagged(self.features, change(self.values), change(self.lengths), weights)
+        moved = Jagged(self.features, change(self.values), change(self.lengths), weights)
+        return moved if self.id_bounds is None else with_id_bounds(moved, self.id_bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +159,27 @@ def features_with_gradient(gradients: Vectors) -> frozenset[str]:
     return frozenset(used)
 
 
+def with_id_bounds(jagged: Jagged, bounds: tuple[int, ...]) -> Jagged:
+    """The same ids, of which these bounds are known; see `Jagged.id_bounds`."""
+    bounded = replace(jagged)
+    object.__setattr__(bounded, "id_bounds", bounds)
+    return bounded
+
+
+def find_id_bounds(jagged: Jagged) -> Jagged:
+    """The same ids with bounds found on the CPU, for a batch that `check_batch` has passed; without if one is negative."""
+    parts = jagged.values.split(_in_one_thread(jagged.lengths).sum(1).tolist())
+    ranges = [torch.aminmax(part) if len(part) else (0, -1) for part in parts]
+    if any(int(low) < 0 for low, _ in ranges):
+        return jagged
+    return with_id_bounds(jagged, tuple(int(high) + 1 for _, high in ranges))
+
+
+def _in_one_thread(x: Tensor) -> Any:
+    """A NumPy view of a tensor on the CPU: to wake threads would take longer than its sum."""
+    return x.numpy() if x.device.type == "cpu" else x
+
+
 def offsets(jagged: Jagged) -> Tensor:
     """Start of each bag in `values`, (F * B + 1,); the last entry is the number of ids."""
     flat = jagged.lengths.reshape(-1)
@@ -176,12 +201,14 @@ def select(jagged: Jagged, features: Sequence[str]) -> Jagged:
     indices = [jagged.features.index(name) for name in features]
     values = jagged.values.split(ids_per_feature(jagged))
     weights = None if jagged.weights is None else jagged.weights.split(ids_per_feature(jagged))
-    return Jagged(
+    selected = Jagged(
         tuple(features),
         _concat_or_empty([values[i] for i in indices], jagged.values),
         jagged.lengths[indices],
         None if weights is None else _concat_or_empty([weights[i] for i in indices], weights[0]),
     )
+    bounds = jagged.id_bounds
+    return selected if bounds is None else with_id_bounds(selected, tuple(bounds[i] for i in indices))
 
 
 def narrow(jagged: Jagged, start: int, stop: int) -> Jagged:
@@ -213,12 +240,14 @@ def concat(parts: Sequence[Jagged]) -> Jagged:
         )
     elif any(part.weights is not None for part in parts):
         raise UserError("batches with and without id weights cannot be concatenated")
-    return Jagged(
+    joined = Jagged(
         parts[0].features,
         _concat_or_empty(by_feature, parts[0].values),
         torch.cat([part.lengths for part in parts], dim=1),
         weights,
     )
+    bounds = [part.id_bounds for part in parts if part.id_bounds is not None]
+    return with_id_bounds(joined, tuple(map(max, *bounds, bounds[0]))) if len(bounds) == len(parts) else joined
 
 
 def from_lists(bags: Mapping[str, Sequence[Sequence[int]]]) -> Jagged:
@@ -277,11 +306,12 @@ def check_batch(batch: Batch, *, allow_zero_weights: bool = False) -> None:
     if jagged.lengths.dim() != 2 or jagged.lengths.shape[0] != len(jagged.features):
         expected = f"({len(jagged.features)} features, batch)"
         raise UserError(f"lengths have shape {tuple(jagged.lengths.shape)}; wanted {expected}")
-    if jagged.lengths.numel() and int(jagged.lengths.min()) < 0:
+    lengths = _in_one_thread(jagged.lengths)
+    if jagged.lengths.numel() and int(lengths.min()) < 0:
         feature, sample = (jagged.lengths < 0).nonzero()[0].tolist()
         length = int(jagged.lengths[feature, sample])
         raise UserError(f'feature "{jagged.features[feature]}", sample {sample}: negative length {length}')
-    total = int(jagged.lengths.sum())
+    total = int(lengths.sum())
     if total != jagged.values.numel():
         raise UserError(f"lengths add up to {total}, but the batch holds {jagged.values.numel()} ids")
     if jagged.weights is not None:

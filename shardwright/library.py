@@ -57,7 +57,7 @@ SIGNATURES = MappingProxyType(
         "sums_taken": (None, c_void_p, c_void_p, c_void_p),
         "cache_new": (c_void_p, c_int64, c_int64, c_int64),
         "cache_free": (None, c_void_p),
-        "cache_announce": (c_int64, c_void_p, c_void_p, c_int64),
+        "cache_announce": (c_int64, c_void_p, c_int64, c_void_p),
         "cache_place": (c_int64, c_void_p, c_int64, *[c_void_p] * 8),
         "cache_place_rows": (c_int64, c_void_p, c_int64, c_int64, *[c_void_p] * 3, c_int64, *[c_void_p] * 6),
         "cache_forget": (None, c_void_p),

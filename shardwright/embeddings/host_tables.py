@@ -22,11 +22,19 @@ from shardwright.comm.transfer import CopyStream
 from shardwright.embeddings.not_copied import NotCopied
 from shardwright.embeddings.row_threads import RowThreads
 from shardwright.errors import UserError
-from shardwright.jagged import Jagged, Vectors
+from shardwright.jagged import Jagged, Vectors, with_id_bounds
 from shardwright.kernels import embedding
 from shardwright.kernels.arguments import IdOutOfRange, Ids, TableState
 from shardwright.kernels.buffers import BufferPool
-from shardwright.kernels.cache_index import BatchLines, BatchRows, CacheCounts, CacheIndex, place_rows, release_many
+from shardwright.kernels.cache_index import (
+    BatchLines,
+    BatchRows,
+    CacheCounts,
+    CacheIndex,
+    announce_many,
+    place_rows,
+    release_many,
+)
 from shardwright.kernels.cuda_copies import to_device
 from shardwright.kernels.dedup import unique_rows
 from shardwright.kernels.native import lengths_to_offsets
@@ -114,8 +122,7 @@ class HostTables(NotCopied):
 
         def announce() -> None:
             rows = self._distinct_rows(batch.ids)
-            for index, rows_U in zip(self._indices, rows.by_table(), strict=True):
-                index.announce(rows_U)
+            announce_many(self._indices, rows.rows_U, rows.counts)
             batch.rows = rows
 
         self._threads.submit(announce)
@@ -150,10 +157,24 @@ class HostTables(NotCopied):
             values = placed.lines_N.int()
             if own is not None:
                 values = batch.ids.values.index_put((own,), values.to(batch.ids.values.dtype))
-            batch.on_lines = replace(batch.ids, values=values).map(lambda x: to_device(x, self._device))
+            on_lines = replace(batch.ids, values=values).map(lambda x: to_device(x, self._device))
+            batch.on_lines = self._with_line_bounds(on_lines, batch.ids.id_bounds)
             for moves in (placed.moves[: placed.num_first], placed.moves[placed.num_first :]):
                 self._swaps.run(moves)
             return self._stream.event()
+
+    def _with_line_bounds(self, on_lines: Jagged, bounds_of_rows: tuple[int, ...] | None) -> Jagged:
+        """All lines are below the number of lines; ids of tables without a cache are as they were."""
+        if bounds_of_rows is None:
+            return on_lines
+        tables = [self._by_name.get(feature.table) for feature in self._bags.features]
+        return with_id_bounds(
+            on_lines,
+            tuple(
+                bound if table is None else len(table.row_of_L)
+                for bound, table in zip(bounds_of_rows, tables, strict=True)
+            ),
+        )
 
     def _distinct_rows(self, ids: Jagged) -> BatchRows:
         cached, chosen, _ = self._cached_ids(ids)

@@ -22,7 +22,7 @@ from shardwright.embeddings.row_order import RowOrder
 from shardwright.kernels import embedding
 from shardwright.kernels.arguments import Ids, TableState
 from shardwright.kernels.buffers import BufferPool
-from shardwright.kernels.cache_index import BatchRows, place_rows, release_many
+from shardwright.kernels.cache_index import BatchRows, announce_many, place_rows, release_many
 from shardwright.kernels.dedup import unique_rows
 from shardwright.kernels.gradient_sums import GradientSums, sum_gradients
 from shardwright.kernels.initial import CHUNK_ELEMENTS
@@ -129,9 +129,9 @@ class LocalShards:
 
     def announce(self, rows: BatchRows) -> None:
         """Tell the caches which rows a batch will use."""
-        for index, rows_U in enumerate(rows.by_table()):
-            if index in self.caches:
-                self.caches[index].index.announce(rows_U)
+        parts = [(self.caches[i].index, rows_U) for i, rows_U in enumerate(rows.by_table()) if i in self.caches]
+        indices, rows_of_indices = zip(*parts, strict=True)
+        announce_many(indices, torch.cat(rows_of_indices), [len(rows_U) for rows_U in rows_of_indices])
 
     def place(self, ids: Ids, rows: BatchRows, *, announced: bool) -> tuple[PlacedIds, Callable[[], None] | None]:
         """Place the rows of a batch on lines of caches, until `release`; the function copies those that are missing."""

@@ -40,6 +40,7 @@ class Ids:
     weights: Tensor | None  # (N,) weights of the ids in their bags
     tables: Sequence[int]  # index of each feature's table
     pooling: Sequence[int]  # index of each feature's pooling in POOLINGS
+    bounds: Sequence[int] | None = None  # by feature, ids are below it; a GPU then checks neither ids nor offsets
 
     @property
     def batch_size(self) -> int:
@@ -162,13 +163,17 @@ def validate_ids(ids: Ids, num_tables: int) -> Ids:
     _check_indices("pooling", ids.pooling, len(POOLINGS))
     if len(ids.pooling) != features:
         raise UserError(f"{features} features with {len(ids.pooling)} poolings; wanted one for each")
+    if ids.weights is not None and (ids.weights.shape != values.shape or ids.weights.is_complex()):
+        raise UserError(f"{ids.weights.numel()} id weights for {values.numel()} ids; wanted a real number for each")
+    if ids.bounds is not None and len(ids.bounds) != features:
+        raise UserError(f"{features} features with {len(ids.bounds)} bounds; wanted one for each")
+    if ids.bounds is not None and values.device.type != "cpu":
+        return replace(ids, values=values.contiguous())
     first, total, decreases = _offset_bounds(offsets)
     if total != values.numel():
         raise UserError(f"lengths add up to {total}, but there are {values.numel()} ids")
     if first or decreases:
         raise UserError(f"offsets begin with {first}{' and decrease' * decreases}; wanted ascending from 0")
-    if ids.weights is not None and (ids.weights.shape != values.shape or ids.weights.is_complex()):
-        raise UserError(f"{ids.weights.numel()} id weights for {values.numel()} ids; wanted a real number for each")
     return replace(ids, values=values.contiguous())
 
 
@@ -188,7 +193,11 @@ def validate_lookup(weights: Sequence[Tensor], ids: Ids) -> Ids:
             raise UserError("float64 tables and others in one call: their vectors have no common dtype; split the call")
         if on_cpu and shape[0] > MAX_TABLE_ROWS:
             raise UserError(f"a table of {shape[0]} rows; at most {MAX_TABLE_ROWS} on one CPU; shard it row-wise")
-    return validate_ids(ids, len(weights))
+    ids = validate_ids(ids, len(weights))
+    for feature, bound in enumerate(ids.bounds or ()):
+        if bound > weights[ids.tables[feature]].shape[0]:
+            raise IdOutOfRange(feature, bound - 1)
+    return ids
 
 
 def validate_state(tables: Sequence[TableState], optimizer: SparseOptimizer) -> None:

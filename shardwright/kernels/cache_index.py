@@ -102,11 +102,7 @@ class CacheIndex:
 
     def announce(self, rows_U: Tensor) -> None:
         """Announce the distinct rows of the batch after those announced so far."""
-        rows = _check_numbers(rows_U)
-        if self.native.shardwright_cache_announce(self.handle, rows.data_ptr(), len(rows)) < 0:
-            raise UserError(
-                f"more than {WINDOW} batches are announced; lower the lead of the stage that announces them"
-            )
+        announce_many([self], rows_U, [len(rows_U)])
 
     def forget(self) -> None:
         """Forget the announced batches that were not placed."""
@@ -221,6 +217,13 @@ def place_rows(indices: Sequence[CacheIndex | None], rows: BatchRows, *, announc
             index.count(count, counted)
     num_moves, num_first = sizes.tolist()
     return BatchLines(rows, lines_U, lines_N, moves[:num_moves], num_first)
+
+
+def announce_many(indices: Sequence[CacheIndex], rows_U: Tensor, counts: Sequence[int]) -> None:
+    """`announce` of several caches in one call: rows of the first, of the second, and so on."""
+    rows, batches = _check_numbers(rows_U), _batches_of(indices, counts, counts)
+    if indices and indices[0].native.shardwright_cache_announce(batches.data_ptr(), len(indices), rows.data_ptr()) >= 0:
+        raise UserError(f"more than {WINDOW} batches are announced; lower the lead of the stage that announces them")
 
 
 def release_many(

@@ -85,6 +85,7 @@ def update(
         ids.weights,
         list(ids.tables),
         list(ids.pooling),
+        list(ids.bounds or ()),
         optimizer.kind,
         list(hyperparameters(optimizer).values()),
         [number for table in tables for number in (table.step, table.rounding_key, table.is_trained)],
@@ -113,7 +114,7 @@ def _operators() -> torch.library.Library:
     operators.define(f"embedding_lookup(Tensor[] weights, {ids}, Tensor? id_weights, {features}) -> Tensor[]")
     operators.define(
         "embedding_update(Tensor(a!)[] weights, Tensor(b!)[] state, Tensor[] gradients, Tensor[] ordered, "
-        f"{ids}, Tensor? id_weights, {features}, str optimizer, float[] numbers, int[] steps, "
+        f"{ids}, Tensor? id_weights, {features}, int[] bounds, str optimizer, float[] numbers, int[] steps, "
         "Tensor?[] row_numbers) -> ()"
     )
     operators.define(f"embedding_weight_gradients(Tensor[] weights, Tensor[] gradients, {ids}, {features}) -> Tensor")
@@ -155,8 +156,8 @@ def _run_lookup(vectors: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) 
 
 
 def _update_op(weights, state, gradients, sorted_lookups, *arguments) -> None:
-    *lookups, kind, settings, steps, row_numbers = arguments
-    ids = validate_lookup(weights, Ids(*lookups))
+    *lookups, bounds, kind, settings, steps, row_numbers = arguments
+    ids = validate_lookup(weights, Ids(*lookups, bounds=bounds or None))
     if kind not in OPTIMIZER_KINDS or len(settings) != len(HYPERPARAMETERS):
         raise UserError(
             f'optimizer "{kind}" with {len(settings)} numbers; wanted '

@@ -72,7 +72,7 @@ def lookup_all(weights: Sequence[Tensor], ids: Ids, vectors: Sequence[Tensor]) -
             num_warps=LOOKUP_WARPS,
             enable_fp_fusion=False,
         )
-        if (position := int(first_invalid.min())) != row_kernels_triton.NO_ID.value:
+        if ids.bounds is None and (position := int(first_invalid.min())) != row_kernels_triton.NO_ID.value:
             ids.raise_if_invalid(position)
 
 
@@ -209,6 +209,8 @@ def _locate_gradients(
 def _valid_bags(weights: Sequence[Tensor], ids: Ids) -> Tensor:
     """(N,) bag of each lookup; raises IdOutOfRange for an id outside its table."""
     bags_N = bag_of_id(ids.offsets.diff(), ids.values.numel())
+    if ids.bounds is not None:
+        return bags_N
     rows = _to_device([weights[table].shape[0] for table in ids.tables], ids.values.device)
     rows_N = rows[bags_N // max(1, ids.batch_size)]
     outside = ((ids.values < 0) | (ids.values >= rows_N)).nonzero()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardwright.comm.pending import LazyValue
 from shardwright.errors import UserError
-from shardwright.jagged import Batch, Jagged, Vectors, select
+from shardwright.jagged import Batch, Jagged, Vectors, offsets, select, with_id_bounds
 from shardwright.kernels import embedding, reference
 from shardwright.kernels.arguments import POOLINGS, IdOutOfRange, Ids
 from shardwright.kernels.buffers import BufferPool
@@ -73,10 +73,14 @@ class EmbeddingTables(nn.Module):
         """The module that holds a table's weight and optimizer state."""
 
     def weight(self, table: str) -> nn.Parameter:
-        if self.holder(table).is_released:
-            raise UserError(f'table "{table}" is sharded over ranks: job.state() returns its full weight')
         self.exchange.write_back()
-        return self.holder(table).weight
+        return self._own_weight(table)
+
+    def _own_weight(self, table: str) -> nn.Parameter:
+        module = self.holder(table)
+        if module.is_released:
+            raise UserError(f'table "{table}" is sharded over ranks: job.state() returns its full weight')
+        return module.weight
 
     def adopt(self, table: str, weight: nn.Parameter) -> None:
         """Use this parameter, which may have other owners, as the table's weight; reset its optimizer state."""
@@ -110,10 +114,11 @@ class EmbeddingTables(nn.Module):
         """Select the features of these tables from a batch, ordered and named as in `self.features`."""
         sources = tuple(feature.ids or feature.name for feature in self.features)
         ids = features if features.features == sources else select(features, sources)
-        names = tuple(feature.name for feature in self.features)
+        bounds, names = ids.id_bounds, tuple(feature.name for feature in self.features)
         ids = ids if names == sources else replace(ids, features=names)
         weights = self.id_weights(ids)
-        return ids if weights is ids.weights else replace(ids, weights=weights)
+        ids = ids if weights is ids.weights else replace(ids, weights=weights)
+        return ids if bounds is None else with_id_bounds(ids, bounds)
 
     def blank(self, features: Jagged, device: torch.device | str = "meta") -> Vectors:
         """Vectors of the right shapes with uninitialized values, for tracing."""
@@ -174,7 +179,7 @@ class EmbeddingTables(nn.Module):
     @property
     def trained(self) -> bool:
         """Whether `update` changes any table: there is an optimizer, and not all tables are frozen."""
-        return self.optimizer is not None and bool(self._trained_tables)
+        return self.optimizer is not None and any(self.holder(table.name).is_trained for table in self.tables)
 
     @property
     def _trained_tables(self) -> frozenset[str]:
@@ -256,17 +261,19 @@ class EmbeddingTables(nn.Module):
 
     def weights(self) -> list[Tensor]:
         """The weight of each table, in the order of `tables`."""
-        return [self.weight(table.name) for table in self.tables]
+        self.exchange.write_back()
+        return [self._own_weight(table.name) for table in self.tables]
 
     def kernel_ids(self, ids: Jagged) -> Ids:
         """Ids from `read`, as arguments of the kernels."""
         indices = {table.name: index for index, table in enumerate(self.tables)}
         return Ids(
             ids.values,
-            lengths_to_offsets(ids.lengths),
+            lengths_to_offsets(ids.lengths) if ids.id_bounds is None else offsets(ids),
             ids.weights,
             [indices[feature.table] for feature in self.features],
             [POOLINGS.index(feature.pooling) for feature in self.features],
+            ids.id_bounds,
         )
 
     @contextmanager

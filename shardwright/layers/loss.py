@@ -26,7 +26,8 @@ class BinaryLoss(nn.Module):
         self.smoothing = smoothing
 
     def check(self, batch: Batch) -> Tensor:
-        """Return the batch's labels; raise an error if a label is not 0 or 1."""
+        """The batch's labels; raises an error if a label is not 0 or 1. On a GPU, where the CPU would have to wait for
+        it, such a label becomes NaN instead, and so does the loss; `job.run` checks batches before it copies them."""
         labels = batch.labels.get(self.label)
         if labels is None:
             raise UserError(f'the batch has no label "{self.label}"; it has {sorted(batch.labels)}')
@@ -35,6 +36,8 @@ class BinaryLoss(nn.Module):
                 f'label "{self.label}" has shape {tuple(labels.shape)}; wanted one number per sample, '
                 f"({batch.batch_size},)"
             )
+        if labels.is_cuda:
+            return torch.where((labels == 0) | (labels == 1), labels, torch.nan)
         if not labels.is_meta:
             invalid = ((labels != 0) & (labels != 1)).nonzero()
             if invalid.numel():

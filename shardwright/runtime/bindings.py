@@ -22,7 +22,7 @@ from shardwright.comm.mesh import Mesh
 from shardwright.comm.pending import Pending, ready
 from shardwright.comm.transfer import Transfer
 from shardwright.dense.sharded import ShardedModel
-from shardwright.jagged import Batch, Vectors, check_batch
+from shardwright.jagged import Batch, Vectors, check_batch, find_id_bounds
 from shardwright.layers.exchange import Announced, Announcer
 from shardwright.measure.describe import sparse_of
 from shardwright.planner.step.stages import (
@@ -188,7 +188,11 @@ class StepBindings:
         if batch is None:
             raise EndOfData
         check_batch(batch, allow_zero_weights=self._is_partial_batch)
-        slots["host_batch"] = batch.map(Tensor.pin_memory) if self.transfer else batch
+        if self.transfer:
+            if callable(check := getattr(self.model.loss, "check", None)):
+                check(batch)
+            batch = replace(batch, features=find_id_bounds(batch.features)).map(Tensor.pin_memory)
+        slots["host_batch"] = batch
         # In one process without accumulation the weight has no effect.
         slots["weight"] = loss_weight(self.model.loss, batch) if self._is_partial_batch else 1.0
 

@@ -19,6 +19,7 @@ ISSUE = "issue"  # kind of an event in which the thread prepares and issues work
 FLIGHT = "flight"  # kind of an event that is in flight, overlapped with the thread
 RECENT_TICKS = 8  # ticks in which work may still be in flight, besides those of a step
 KEPT_TICKS, KEPT_STEPS = 50, 8  # at least that many are kept
+MARKS_OF_REFERENCE = 1000  # on a GPU, whose times are counted from one reference
 
 
 @dataclass(slots=True)
@@ -37,18 +38,57 @@ class _Record:
     after: tuple[int, ...] = field(default=())
 
 
+@dataclass(slots=True)
+class GPUMark:
+    """A point of a GPU's stream, and an earlier one that was reached at a known time of the thread's clock."""
+
+    event: torch.cuda.Event
+    reference: torch.cuda.Event
+    reference_time: float
+
+    def time(self) -> float:
+        """When the stream reached it; waits until then."""
+        self.event.synchronize()
+        return self.reference_time + self.reference.elapsed_time(self.event) / 1000
+
+
+class GPUClock:
+    """Marks on a GPU's current stream. Their reference is renewed often: elapsed times are numbers of 32 bits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._reference: tuple[torch.cuda.Event, float] | None = None
+        self._num_marks = 0
+
+    def mark(self) -> GPUMark:
+        if self._reference is None or self._num_marks % MARKS_OF_REFERENCE == 0:
+            event = self._record_event()
+            event.synchronize()
+            self._reference = event, time.perf_counter()
+        self._num_marks += 1
+        return GPUMark(self._record_event(), *self._reference)
+
+    def _record_event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
 class Tracer:
     """Records every stage of the last steps.
 
-    On a GPU a stage ends when its kernels on the current stream have completed; copies of batches run on their own
-    stream and are not waited for. Work that a stage issues is an event that ends when the work completes; the time that
-    the thread waits for it is another event.
+    On a GPU a stage ends when its kernels on the current stream have completed, and begins when those of the stage before
+    it have; the thread, which runs ahead of the GPU, does not wait for them. Copies of batches run on their own stream
+    and are not part of a stage. Work that a stage issues is an event that ends when the work completes; the time that the
+    thread waits for it is another event.
     """
 
     def __init__(self, *, rank: int = 0, device: torch.device | None = None, micro_batches: int = 1) -> None:
         """`micro_batches`: ticks of a step."""
         self.rank = rank
-        self._cuda = device is not None and device.type == "cuda"
+        self._gpu = GPUClock(device) if device is not None and device.type == "cuda" else None
+        self._unfinished: deque[tuple[_Record, GPUMark]] = deque()  # stages whose kernels may still run
+        self._last_gpu_time = 0.0
         self._recent_ticks = RECENT_TICKS + micro_batches
         self._ticks: deque[list[_Record]] = deque([[]], maxlen=max(KEPT_TICKS, KEPT_STEPS * micro_batches))
         self._origin = time.perf_counter()
@@ -70,6 +110,14 @@ class Tracer:
         for record in (record for tick in list(self._ticks)[-self._recent_ticks :] for record in tick):
             if record.pending is not None and (end := record.pending.end) is not None:
                 record.end, record.pending = end, None
+        self._read_gpu_times()
+
+    def _read_gpu_times(self, *, wait: bool = False) -> None:
+        """Move stages whose kernels have completed to the time when they ran. `wait`: for all to complete."""
+        while self._unfinished and (wait or self._unfinished[0][1].event.query()):
+            record, mark = self._unfinished.popleft()
+            begin, self._last_gpu_time = self._last_gpu_time, mark.time()
+            record.start, record.end = max(record.start, begin), max(record.end, self._last_gpu_time)
 
     @contextmanager
     def trace_call(self, call: Call) -> Iterator[None]:
@@ -78,8 +126,6 @@ class Tracer:
         issued = self._issued = list[_Record]()
         yield
         self._issued = None
-        if self._cuda:
-            torch.cuda.current_stream().synchronize()
         stage, own_work = call.stage, [flight for flight in issued if flight.name == call.stage.name]
         end = time.perf_counter()
         record = _Record(self._new_id(), stage.name, "stage", stage.lane, call.step, call.micro, start, end)
@@ -87,6 +133,8 @@ class Tracer:
         if own_work:
             record.kind, record.lane = ISSUE, MAIN
         self._ticks[-1].append(record)
+        if self._gpu is not None:
+            self._unfinished.append((record, self._gpu.mark()))
         for flight in issued:
             flight.number, flight.step, flight.micro = self._new_id(), call.step, call.micro
             flight.after = (record.number,)
@@ -119,7 +167,8 @@ class Tracer:
         self._ticks[-1].append(_Record(self._new_id(), name, WAIT, MAIN, self._step, 0, start, self._last_wait_end))
 
     def timeline(self) -> Timeline:
-        """The events that have ended."""
+        """The events that have ended; waits for a GPU."""
+        self._read_gpu_times(wait=True)
         records = [record for tick in self._ticks for record in tick]
         ends = {record.number: record.end if record.pending is None else record.pending.end for record in records}
         return Timeline(

@@ -342,7 +342,7 @@ def test_operators_pass_torchs_own_checks():
         lambda a, b, w: embedding.lookup([a, b], replace(ids, weights=w))[0], (*weights, ids.weights)
     )
     tables = [w.detach().clone() for w in weights]
-    update = (tables, [], vectors, [], ids.values, ids.offsets, None, ids.tables, ids.pooling)
+    update = (tables, [], vectors, [], ids.values, ids.offsets, None, ids.tables, ids.pooling, [])
     torch.library.opcheck(
         torch.ops.shardwright.embedding_update.default,
         (*update, "sgd", list(hyperparameters(SGD(0.1)).values()), [1, 0, 1, 1, 0, 1], [None, None]),

@@ -21,7 +21,7 @@ ID_KERNELS = (("unique_rows", "rows"), ("bucketize_ids", "starts"), ("permute_se
 IDS = ("values", "offsets", "id_weights", "tables", "pooling")
 OPERATORS = {
     "lookup": ("weights", *IDS),
-    "update": ("weights", "state", "gradients", "ordered", *IDS, "kind", "numbers", "steps", "row_numbers"),
+    "update": ("weights", "state", "gradients", "ordered", *IDS, "bounds", "kind", "numbers", "steps", "row_numbers"),
     "weight_gradients": ("weights", "gradients", "values", "offsets", "tables", "pooling"),
 }
 DTYPES = (
@@ -95,6 +95,7 @@ def draw_call(random: Random) -> dict:
         "id_weights": ids.weights,
         "tables": list(ids.tables),
         "pooling": list(ids.pooling),
+        "bounds": random.choice(([], [shapes[table][0] for table in ids.tables])),
         "kind": optimizer.kind,
         "numbers": list(hyperparameters(optimizer).values()),
         "steps": [number for table in tables for number in (table.step, table.rounding_key, 1)],
