@@ -357,8 +357,7 @@ SHARDWRIGHT_API int64_t shardwright_cache_announce(const IndexBatch* batches, in
   int64_t failed = num;
 #pragma omp parallel for num_threads(threads_for_all(batches, num)) schedule(dynamic) reduction(min : failed)
   for (int64_t i = 0; i < num; ++i)
-    if (static_cast<Index*>(batches[i].index)->announce(keys + batches[i].first, batches[i].n) < 0)
-      failed = std::min(failed, i);
+    if (static_cast<Index*>(batches[i].index)->announce(keys + batches[i].first, batches[i].n) < 0) failed = std::min(failed, i);
   return failed < num ? failed : -1;
 }
 

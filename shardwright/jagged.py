@@ -167,7 +167,7 @@ def with_id_bounds(jagged: Jagged, bounds: tuple[int, ...]) -> Jagged:
 
 
 def find_id_bounds(jagged: Jagged) -> Jagged:
-    """The same ids with bounds found on the CPU, for a batch that `check_batch` has passed; without if one is negative."""
+    """The same ids with bounds, found on the CPU, of a batch that `check_batch` has passed; none if an id is negative."""
     parts = jagged.values.split(_in_one_thread(jagged.lengths).sum(1).tolist())
     ranges = [torch.aminmax(part) if len(part) else (0, -1) for part in parts]
     if any(int(low) < 0 for low, _ in ranges):

@@ -165,8 +165,6 @@ def validate_ids(ids: Ids, num_tables: int) -> Ids:
         raise UserError(f"{features} features with {len(ids.pooling)} poolings; wanted one for each")
     if ids.weights is not None and (ids.weights.shape != values.shape or ids.weights.is_complex()):
         raise UserError(f"{ids.weights.numel()} id weights for {values.numel()} ids; wanted a real number for each")
-    if ids.bounds is not None and len(ids.bounds) != features:
-        raise UserError(f"{features} features with {len(ids.bounds)} bounds; wanted one for each")
     if ids.bounds is not None and values.device.type != "cpu":
         return replace(ids, values=values.contiguous())
     first, total, decreases = _offset_bounds(offsets)
@@ -194,10 +192,16 @@ def validate_lookup(weights: Sequence[Tensor], ids: Ids) -> Ids:
         if on_cpu and shape[0] > MAX_TABLE_ROWS:
             raise UserError(f"a table of {shape[0]} rows; at most {MAX_TABLE_ROWS} on one CPU; shard it row-wise")
     ids = validate_ids(ids, len(weights))
-    for feature, bound in enumerate(ids.bounds or ()):
-        if bound > weights[ids.tables[feature]].shape[0]:
-            raise IdOutOfRange(feature, bound - 1)
+    _check_bounds(ids, [weight.shape[0] for weight in weights])
     return ids
+
+
+def _check_bounds(ids: Ids, rows: Sequence[int]) -> None:
+    if ids.bounds is not None and len(ids.bounds) != len(ids.tables):
+        raise UserError(f"{len(ids.tables)} features with {len(ids.bounds)} bounds; wanted one for each")
+    for feature, bound in enumerate(ids.bounds or ()):
+        if bound > rows[ids.tables[feature]]:
+            raise IdOutOfRange(feature, bound - 1)
 
 
 def validate_state(tables: Sequence[TableState], optimizer: SparseOptimizer) -> None:

@@ -33,6 +33,7 @@ class TableWeights(nn.Module):
         for name, shape in state_shapes(optimizer, table.rows, table.dim).items() if optimizer else ():
             state = torch.empty(shape, dtype=torch_state_dtype(table), device=device)
             self.register_buffer(name, state, persistent=False)
+        self._dtypes = dtype, torch_state_dtype(table)  # of the weight, and of the optimizer's state
         self._trained: bool | None = None  # requires_grad of a released weight; None: not released
         self._stays_on_cpu = False
         self.reset()
@@ -94,6 +95,7 @@ class TableWeights(nn.Module):
         """Convert the weight to `dtype`, rounding to nearest; later updates round stochastically."""
         if dtype != self.table.dtype:
             self.table = replace(self.table, dtype=dtype)
+            self._dtypes = getattr(torch, dtype), torch_state_dtype(self.table)
             converted = torch.empty_like(self.weight, dtype=getattr(torch, dtype))
             use_huge_pages(converted)
             copy_finite(converted, self.weight)
@@ -101,10 +103,9 @@ class TableWeights(nn.Module):
 
     def check_dtype(self) -> None:
         """Raise an error if the model was cast: `model.half()` also casts tables and their optimizer state."""
-        current = (self.weight.dtype, *(state.dtype for state in self.states))
-        expected = (getattr(torch, self.table.dtype), *[torch_state_dtype(self.table)] * (len(current) - 1))
-        if current != expected:
-            dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in current)
+        dtype, state_dtype = self._dtypes
+        if self.weight.dtype != dtype or any(state.dtype != state_dtype for state in self.states):
+            dtypes = ", ".join(str(x.dtype).removeprefix("torch.") for x in (self.weight, *self.states))
             raise UserError(
                 f'table "{self.table.name}" was declared {self.table.dtype} and is now {dtypes}; '
                 "set Table(dtype=...) and cast only the dense model"

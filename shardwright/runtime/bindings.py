@@ -22,7 +22,7 @@ from shardwright.comm.mesh import Mesh
 from shardwright.comm.pending import Pending, ready
 from shardwright.comm.transfer import Transfer
 from shardwright.dense.sharded import ShardedModel
-from shardwright.jagged import Batch, Vectors, check_batch, find_id_bounds
+from shardwright.jagged import Batch, Vectors, check_batch
 from shardwright.layers.exchange import Announced, Announcer
 from shardwright.measure.describe import sparse_of
 from shardwright.planner.step.stages import (
@@ -36,6 +36,7 @@ from shardwright.runtime.accumulation import GradientAccumulation, loss_weight
 from shardwright.runtime.chunk_stages import pipeline_functions
 from shardwright.runtime.dense_layout import DenseLayout
 from shardwright.runtime.finite_loss import check_loss
+from shardwright.runtime.host_batches import HostBatches
 from shardwright.runtime.outputs import BatchParts, Output, Scores
 from shardwright.runtime.table_stages import (
     PrefetchedRows,
@@ -95,7 +96,8 @@ class StepBindings:
         self.is_watched = False  # whether the heartbeat reports this rank's stage and step to other ranks
         self.trainable_names = trainable_names(model)
         # Whether a step's global batch has samples beyond this batch: of other ranks, or of other micro-batches.
-        self._is_partial_batch = mesh.size > 1 or self.accumulation.num_micro_batches > 1
+        self._is_partial_batch = partial_batch = mesh.size > 1 or self.accumulation.num_micro_batches > 1
+        self.host_batches = HostBatches(model.loss, allow_zero_weights=partial_batch) if self.transfer else None
         self._end_announcement: Pending[Any] = ready(None)
         waits_for_lengths = next(name for name in ("ids", "weigh", "forward") if name in {s.name for s in stages})
         end_functions: Mapping[str, Callable[[], None]] = {
@@ -187,14 +189,12 @@ class StepBindings:
         batch, slots.ends_data = self.accumulation.next_batch(self._parts)
         if batch is None:
             raise EndOfData
-        check_batch(batch, allow_zero_weights=self._is_partial_batch)
-        if self.transfer:
-            if callable(check := getattr(self.model.loss, "check", None)):
-                check(batch)
-            batch = replace(batch, features=find_id_bounds(batch.features)).map(Tensor.pin_memory)
-        slots["host_batch"] = batch
-        # In one process without accumulation the weight has no effect.
-        slots["weight"] = loss_weight(self.model.loss, batch) if self._is_partial_batch else 1.0
+        if self.host_batches is not None:
+            slots.issue("host_batch", self.host_batches.prepare(batch))
+        else:
+            check_batch(batch, allow_zero_weights=self._is_partial_batch)
+            slots["host_batch"] = batch
+        slots["weight"] = loss_weight(self.model.loss, batch) if self._is_partial_batch else 1.0  # else without effect
 
     @accesses(reads=("host_batch",), writes=("batch",))
     def copy_to_device(self, slots: Slots) -> None:

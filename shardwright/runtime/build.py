@@ -30,7 +30,7 @@ from shardwright.layers.dropout import Dropout
 from shardwright.layers.embedding import EmbeddingTables, find_tables
 from shardwright.layers.gates import TopKGate
 from shardwright.measure.describe import check_contract, sparse_of
-from shardwright.planner.step.stages import has_host_reduce
+from shardwright.planner.step.stages import has_host_reduce, with_gpu
 from shardwright.runtime import dense_layout
 from shardwright.runtime.accumulation import GradientAccumulation
 from shardwright.runtime.agreement import check_agreement
@@ -81,6 +81,7 @@ def build(
     _check_stages(model, plan)
     options = _Options(optimizer, hottest or {}, overlap, accumulate, clip)
     if mesh is not None:
+        plan = replace(plan, stages=with_gpu(plan.stages)) if mesh.device.type == "cuda" else plan
         return _build_on(model, plan, mesh, options)
     mesh = mesh_for(plan)
     try:

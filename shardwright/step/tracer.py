@@ -13,13 +13,13 @@ from shardwright.spec.calls import Call
 from shardwright.spec.lanes import MAIN
 from shardwright.spec.plan import Stage
 from shardwright.spec.timeline import Event, Timeline
+from shardwright.step.gpu_clock import GPUClock, GPUMark
 
 WAIT = "wait"  # kind of an event in which the thread only waits for the work that stage `name` issued
 ISSUE = "issue"  # kind of an event in which the thread prepares and issues work that runs on another lane
 FLIGHT = "flight"  # kind of an event that is in flight, overlapped with the thread
 RECENT_TICKS = 8  # ticks in which work may still be in flight, besides those of a step
 KEPT_TICKS, KEPT_STEPS = 50, 8  # at least that many are kept
-MARKS_OF_REFERENCE = 1000  # on a GPU, whose times are counted from one reference
 
 
 @dataclass(slots=True)
@@ -38,47 +38,11 @@ class _Record:
     after: tuple[int, ...] = field(default=())
 
 
-@dataclass(slots=True)
-class GPUMark:
-    """A point of a GPU's stream, and an earlier one that was reached at a known time of the thread's clock."""
-
-    event: torch.cuda.Event
-    reference: torch.cuda.Event
-    reference_time: float
-
-    def time(self) -> float:
-        """When the stream reached it; waits until then."""
-        self.event.synchronize()
-        return self.reference_time + self.reference.elapsed_time(self.event) / 1000
-
-
-class GPUClock:
-    """Marks on a GPU's current stream. Their reference is renewed often: elapsed times are numbers of 32 bits."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._reference: tuple[torch.cuda.Event, float] | None = None
-        self._num_marks = 0
-
-    def mark(self) -> GPUMark:
-        if self._reference is None or self._num_marks % MARKS_OF_REFERENCE == 0:
-            event = self._record_event()
-            event.synchronize()
-            self._reference = event, time.perf_counter()
-        self._num_marks += 1
-        return GPUMark(self._record_event(), *self._reference)
-
-    def _record_event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-
 class Tracer:
     """Records every stage of the last steps.
 
-    On a GPU a stage ends when its kernels on the current stream have completed, and begins when those of the stage before
-    it have; the thread, which runs ahead of the GPU, does not wait for them. Copies of batches run on their own stream
+    On a GPU a stage begins when the kernels of the stage before it, on the current stream, have completed, and ends
+    when its own have; the thread, which runs ahead of the GPU, does not wait. Copies of batches run on their own stream
     and are not part of a stage. Work that a stage issues is an event that ends when the work completes; the time that the
     thread waits for it is another event.
     """

@@ -206,6 +206,11 @@ def with_prefetch(stages: Sequence[Stage], *, from_host: bool = False) -> tuple[
     return tuple(found)
 
 
+def with_gpu(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The stages of one rank with a GPU: a batch is read, checked and pinned while the one before is computed."""
+    return tuple(replace(stage, lead=max(stage.lead, 1)) if stage.name == "read" else stage for stage in stages)
+
+
 def with_copies(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     """The stages with those of tables with bounded staleness."""
     if has_copies(stages):
