@@ -52,7 +52,8 @@ class Index {
     announced_ = number;
     const uint32_t bit = 1u << number % kWindow;
     for (int64_t i = 0; i < n; ++i) {
-      if (i + kAhead < n) __builtin_prefetch(&set_of(hash_of(keys[i + kAhead])));
+      if (i + kAhead < n) fetch_set(hash_of(keys[i + kAhead]));
+      if (i + kClose < n) fetch_state(hash_of(keys[i + kClose]));
       window_.add(keys[i], bit);
       Line line = find(hash_of(keys[i]), keys[i]);
       if (line.set) line.set->states[line.way].next |= bit;
@@ -196,6 +197,7 @@ class Index {
     }
     for (int64_t j = 0; j < int64_t(missing.size()); ++j) {
       if (j + kVictims < int64_t(missing.size())) fetch_states(set_of(part.hashes[missing[j + kVictims]]));
+      if (j + kClose < int64_t(missing.size())) window_.prefetch(part.hashes[missing[j + kClose]]);
       const int64_t i = missing[j], at = part.rows[i];
       Line line{&set_of(part.hashes[i]), 0};
       if (const auto kind = duel_.leader(number_of(part.hashes[i])); kind != Duel::kNone) ++part.leader_misses[kind];
@@ -211,8 +213,13 @@ class Index {
 
   ALWAYS void fetch_ahead(const std::vector<uint64_t>& hashes, int64_t i) const {
     const int64_t n = hashes.size();
-    if (i + kAhead < n) __builtin_prefetch(&set_of(hashes[i + kAhead]));
+    if (i + kAhead < n) fetch_set(hashes[i + kAhead]);
     if (i + kClose < n) fetch_state(hashes[i + kClose]);
+  }
+
+  ALWAYS void fetch_set(uint64_t hash) const {
+    __builtin_prefetch(&set_of(hash));
+    window_.prefetch(hash);
   }
 
   ALWAYS void fetch_state(uint64_t hash) const {

@@ -139,6 +139,10 @@ class Window {
 
   void clear() { slots_.clear(), size_ = 0; }
 
+  ALWAYS void prefetch(uint64_t hash) const {
+    if (size_) __builtin_prefetch(&slots_[hash & (slots_.size() - 1)], 1);
+  }
+
   // The announced uses of a key without those of `bit`.
   uint32_t take(int64_t key, uint32_t bit) {
     if (!size_) return 0;
