@@ -1,4 +1,4 @@
-// The sets of a cache's index, and the announced uses of rows that are not in the cache (csrc/cache_index.cpp).
+// The sets of a cache's index, and the announced uses of rows that are not in the cache (csrc/cache_index.h).
 #pragma once
 
 #include <cstdint>

@@ -175,9 +175,9 @@ class IdMap {
   }
 
  private:
-  // Makes room for n more entries.
+  // Makes room for n more entries; once half of the rows are taken, for all: a full map does not grow at some later batch.
   void reserve(int64_t n) {
-    if (slots_.reserve(n)) hand_ = 0;
+    if (slots_.reserve(n, 2 * admitted_ > options_.rows ? options_.rows : 0)) hand_ = 0;
   }
 
   // Erases the entries of ids that no training batch has had.

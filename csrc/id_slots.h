@@ -1,6 +1,7 @@
 // The hash table of csrc/id_map.cpp: open addressing, with entries that are known of ids.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -50,11 +51,13 @@ class IdSlots {
     return slot;
   }
 
-  // Makes room for n more entries, and drops empty ones if that moves all. Returns whether it did.
-  bool reserve(int64_t n) {
+  // Makes room for n more entries, and drops empty ones if that moves all; then for `least` entries at least, besides
+  // these n. Returns whether it did.
+  bool reserve(int64_t n, int64_t least) {
     if (size_ + n <= kMostTaken * slots_.size()) return false;
     int64_t known = 0;
     for (const KnownId& entry : slots_) known += entry.taken && !is_empty(entry);
+    known = std::max(known, least);
     uint64_t wanted = slots_.size();
     while (known + n > kMostKnown * wanted) wanted *= 2;
     std::vector<KnownId> before(wanted);

@@ -168,11 +168,13 @@ def with_id_bounds(jagged: Jagged, bounds: tuple[int, ...]) -> Jagged:
 
 def find_id_bounds(jagged: Jagged) -> Jagged:
     """The same ids with bounds, found on the CPU, of a batch that `check_batch` has passed; none if an id is negative."""
-    parts = jagged.values.split(_in_one_thread(jagged.lengths).sum(1).tolist())
-    ranges = [torch.aminmax(part) if len(part) else (0, -1) for part in parts]
-    if any(int(low) < 0 for low, _ in ranges):
-        return jagged
-    return with_id_bounds(jagged, tuple(int(high) + 1 for _, high in ranges))
+    counts = _in_one_thread(jagged.lengths).sum(1).tolist()
+    if counts and counts[0] and set(counts) == {counts[0]}:
+        lows, highs = (bounds.tolist() for bounds in torch.aminmax(jagged.values.view(len(counts), -1), dim=1))
+    else:
+        ranges = [torch.aminmax(part) if len(part) else (0, -1) for part in jagged.values.split(counts)]
+        lows, highs = [int(low) for low, _ in ranges], [int(high) for _, high in ranges]
+    return jagged if min(lows, default=0) < 0 else with_id_bounds(jagged, tuple(high + 1 for high in highs))
 
 
 def _in_one_thread(x: Tensor) -> Any:

@@ -120,8 +120,10 @@ class HostTables(NotCopied):
     def expect(self, batch: BatchOnLines) -> None:
         """Announce the rows of a batch to the caches."""
 
+        distinct_rows = self._threads.before(lambda: self._distinct_rows(batch.ids))
+
         def announce() -> None:
-            rows = self._distinct_rows(batch.ids)
+            rows = distinct_rows()
             announce_many(self._indices, rows.rows_U, rows.counts)
             batch.rows = rows
 

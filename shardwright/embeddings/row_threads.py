@@ -1,4 +1,4 @@
-"""Threads that place the batches of a rank on lines of caches, and that copy rows."""
+"""Threads that find the distinct rows of a batch, place them on lines of caches, and copy rows."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,12 +9,12 @@ from shardwright.kernels.arguments import IdOutOfRange
 from shardwright.kernels.native import use_threads
 
 T = TypeVar("T")
-NUM_THREADS = 4  # of the kernels that find lines for a batch, beside the thread that runs the step
+NUM_THREADS = 8  # of the kernels that find lines for a batch, beside the thread that runs the step
 
 
 class RowThreads:
     """Runs one function after the other. What these hand to `copy` runs in a second thread, in the same order: the next
-    batch is placed while rows of this one are copied.
+    batch is placed while rows of this one are copied. What they need and what depends on nothing can begin `before`.
 
     What steps defer, such as the release of lines, runs before the next function that is submitted after it: so which
     rows are evicted does not depend on which thread is faster.
@@ -23,8 +23,13 @@ class RowThreads:
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "rows", use_threads, (NUM_THREADS,))
         self._copier = ThreadPoolExecutor(1, "row copies", use_threads, (NUM_THREADS,))
+        self._first = ThreadPoolExecutor(1, "distinct rows", use_threads, (NUM_THREADS,))
         self._deferred: list[Callable[[], None]] = []
         self._failure: Exception | None = None
+
+    def before(self, run: Callable[[], T]) -> Callable[[], T]:
+        """Run this in a thread of its own; the result is for functions that are submitted later."""
+        return self._first.submit(run).result
 
     def submit(self, run: Callable[[], T]) -> Pending[T]:
         deferred, self._deferred = self._deferred, []

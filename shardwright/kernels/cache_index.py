@@ -1,11 +1,11 @@
-"""Which rows are in a cache, and on which line: a set-associative index of 32 ways (csrc/cache_index.cpp).
+"""Which rows are in a cache, and on which line: a set-associative index of 32 ways (csrc/cache_index.h).
 
 Shape legend: N ids, U distinct rows of a batch, M rows to copy.
 """
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -35,7 +35,13 @@ class CacheCounts:
     conflicts: int = 0
 
     def __add__(self, other: "CacheCounts") -> "CacheCounts":
-        return CacheCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return CacheCounts(
+            self.rows + other.rows,
+            self.missing + other.missing,
+            self.evicted + other.evicted,
+            self.written_back + other.written_back,
+            self.conflicts + other.conflicts,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Sizes of caches of table rows in front of slower memory: facts of csrc/cache_index.cpp and csrc/row_files.h."""
+"""Sizes of caches of table rows in front of slower memory: facts of csrc/cache_index.h and csrc/row_files.h."""
 
 from math import prod
 
