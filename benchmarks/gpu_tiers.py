@@ -63,6 +63,7 @@ class Case:
         click = torch.randint(0, 2, (size,), generator=generator).float()
         return Batch(Jagged(names, torch.from_numpy(ids), lengths), dense, {"click": click})
 
+    @torch.device("meta")  # so that `build` initializes tables where they are to be
     def make_model(self) -> DLRM:
         torch.manual_seed(0)
         tables = [Table(f"t{i}", self.rows, self.dim) for i in range(self.tables)]

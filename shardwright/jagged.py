@@ -167,7 +167,7 @@ def with_id_bounds(jagged: Jagged, bounds: tuple[int, ...]) -> Jagged:
 
 
 def find_id_bounds(jagged: Jagged) -> Jagged:
-    """The same ids with bounds, found on the CPU, of a batch that `check_batch` has passed; none if an id is negative."""
+    """The same ids with bounds, found on the CPU, of a batch that passed `check_batch`; none if an id is negative."""
     counts = _in_one_thread(jagged.lengths).sum(1).tolist()
     if counts and counts[0] and set(counts) == {counts[0]}:
         lows, highs = (bounds.tolist() for bounds in torch.aminmax(jagged.values.view(len(counts), -1), dim=1))
