@@ -63,13 +63,13 @@ class Case:
         click = torch.randint(0, 2, (size,), generator=generator).float()
         return Batch(Jagged(names, torch.from_numpy(ids), lengths), dense, {"click": click})
 
-    @torch.device("meta")  # so that `build` initializes tables where they are to be
     def make_model(self) -> DLRM:
         torch.manual_seed(0)
         tables = [Table(f"t{i}", self.rows, self.dim) for i in range(self.tables)]
         features = [Feature(f"f{i}", f"t{i}") for i in range(self.tables)]
-        bags = EmbeddingBags(tables, features, RowWiseAdaGrad(lr=0.01))
-        return DLRM(bags, NUM_DENSE, bottom=(*BOTTOM, self.dim), top=TOP)
+        with torch.device("meta"):  # so that `build` initializes tables where they are to be
+            bags = EmbeddingBags(tables, features, RowWiseAdaGrad(lr=0.01))
+            return DLRM(bags, NUM_DENSE, bottom=(*BOTTOM, self.dim), top=TOP)
 
 
 FULL = Case(26, 1_000_000, 128, (8192, 32_768), (0.25, 0.1))
