@@ -7,8 +7,8 @@ stream: batches of 4,096 samples with 24 ids each, 20 never seen before and 4 dr
 often. It publishes every so often, and a `Predictor` in this process, which began from an export of the first steps,
 applies each publication. After each its scores of a batch are compared with the trainer's, to the bit, and the ids of
 its table with the trainer's. "bounded": the same stream with room for a quarter of the rows: those with the fewest uses
-end. A JSON line per publication: rows, megabytes of the process, seconds of a step since the last line, megabytes and
-rows of the publication, seconds until the predictor had it.
+end. A JSON line per publication: rows, seconds of a step since the last line, megabytes of the process, of them those
+that are allocated, seconds until the predictor had the publication.
 
 "quality": normalized entropy over the rows of FILE (Criteo's format) in order, each batch scored before training on it;
 a table of 16 columns for each of 26 columns of ids. Sides: "exact", a row for every value of a column, known before;
@@ -20,6 +20,7 @@ and its standard error.
 """
 
 import argparse
+import ctypes
 import json
 import resource
 import statistics
@@ -138,6 +139,19 @@ def resident_megabytes() -> int:
     return pages * resource.getpagesize() // 10**6
 
 
+def allocated_megabytes() -> int:
+    """Memory that this process has allocated now; what is freed and kept for later is resident, but not in this."""
+
+    class Numbers(ctypes.Structure):
+        names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+        _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = Numbers
+    numbers = library.mallinfo2()
+    return (numbers.uordblks + numbers.hblkhd) // 10**6
+
+
 def grow(name: str, rows: int, num_batches: int) -> Iterator[Line]:
     stream, probe = GrowingStream(0), GrowingStream(1)
     torch.manual_seed(0)
@@ -170,6 +184,7 @@ def grow(name: str, rows: int, num_batches: int) -> Iterator[Line]:
             line |= {
                 "milliseconds_per_step": round(1e3 * seconds, 1),
                 "megabytes": resident_megabytes(),
+                "allocated_megabytes": allocated_megabytes(),
                 "follow_seconds": round(perf_counter() - begin, 2),
                 "pause_milliseconds": round(1e3 * predictor.followed.pause_seconds, 1),
             }

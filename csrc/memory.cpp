@@ -93,6 +93,17 @@ SHARDWRIGHT_API int64_t shardwright_keep_memory() {
 #endif
 }
 
+// Returns memory that the allocator keeps to the system if it is more than what is in use: blocks of ever new sizes, as
+// checkpoints and publications allocate, would else make the process grow. Returns whether it did.
+SHARDWRIGHT_API int64_t shardwright_trim_memory() {
+#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 33)
+  const auto now = mallinfo2();
+  return now.fordblks > now.uordblks + now.hblkhd && malloc_trim(0);
+#else
+  return 0;
+#endif
+}
+
 // Reads `rows` in order and does nothing else. Returns a number that depends on all of them.
 SHARDWRIGHT_API uint64_t shardwright_read_rows(const char* table, int64_t row_bytes, const int64_t* rows, int64_t n) {
   uint64_t found = 0;

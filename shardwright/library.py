@@ -32,6 +32,7 @@ SIGNATURES = MappingProxyType(
         "use_threads": (None, c_int64),
         "huge_pages": (c_int64, c_void_p, c_int64, c_int64),
         "keep_memory": (c_int64,),
+        "trim_memory": (c_int64,),
         "read_rows": (c_uint64, c_void_p, c_int64, c_void_p, c_int64),
         "rewrite_rows": (None, c_void_p, c_int64, c_void_p, c_int64),
         "level": (c_char_p,),

@@ -94,3 +94,9 @@ def retain_freed_memory() -> bool:
     """
     native = native_library()
     return native is not None and bool(native.shardwright_keep_memory())
+
+
+def trim_freed_memory() -> bool:
+    """Return freed memory to the system if the process keeps more of it than it uses; returns whether it did."""
+    native = native_library()
+    return native is not None and bool(native.shardwright_trim_memory())

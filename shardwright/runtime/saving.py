@@ -16,6 +16,7 @@ from shardwright.checkpoint import step_directories
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.checkpoint.writing import IN_PROGRESS, PEER_FAILED, CheckpointWriter
 from shardwright.errors import UserError
+from shardwright.kernels.native import trim_freed_memory
 from shardwright.layers.embedding import find_tables
 from shardwright.rectangle import Rectangle
 from shardwright.runtime.changed_rows import ChangedRows
@@ -126,6 +127,7 @@ class Saver:
         errors = [error for error in results if error]
         if errors:
             raise UserError(next((error for error in errors if PEER_FAILED not in error), errors[0]))
+        trim_freed_memory()
 
     def close(self) -> None:
         """Wait for this rank's writer, but not for other ranks' parts."""

@@ -25,6 +25,7 @@ from shardwright.data.features.transforms import Transforms
 from shardwright.data.loading.loader import to_batch
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, check_batch, select
+from shardwright.kernels.native import trim_freed_memory
 from shardwright.rectangle import Rectangle
 from shardwright.serving import manifest, program
 from shardwright.serving.growing_table import EndedRows
@@ -132,6 +133,7 @@ class Predictor:
         pending = publications.pending_publications(self._root, self._version)
         for path, publication_manifest in pending:
             self._apply(path, publication_manifest)
+            trim_freed_memory()
         self._last_publication = publication
         return bool(pending)
 
