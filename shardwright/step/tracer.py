@@ -43,8 +43,8 @@ class Tracer:
 
     On a GPU a stage begins when the kernels of the stage before it, on the current stream, have completed, and ends
     when its own have; the thread, which runs ahead of the GPU, does not wait. Copies of batches run on their own
-    stream, and are not part of a stage. Work that a stage issues is an event that ends when the work completes; the time
-    that the thread waits for it is another event.
+    stream, and are not part of a stage. Work that a stage issues is an event that ends when the work completes; the
+    time that the thread waits for it is another event.
     """
 
     def __init__(self, *, rank: int = 0, device: torch.device | None = None, micro_batches: int = 1) -> None:

@@ -22,7 +22,7 @@ from test_embedding_kernels import (
 )
 
 from shardwright.kernels import embedding, reference
-from shardwright.kernels.arguments import IdOutOfRange, empty_vectors
+from shardwright.kernels.arguments import IdOutOfRange, empty_vectors, validate_lookup
 from shardwright.spec.optimizer import SGD, AdaGrad, RowWiseAdaGrad
 
 pytest.importorskip("triton", reason="needs triton: pip install shardwright[gpu]")
@@ -65,6 +65,26 @@ def test_lookup_equals_the_reference(dtype, case):
     kernels.id_weight_gradients_all(tables, ids, gradients, actual)
     reference.id_weight_gradients_all(tables, ids, gradients, ref)
     assert_close(actual, ref, dtype, scale=10.0)
+
+
+@settings(max_examples=5)
+@given(case=cases())
+def test_ids_with_bounds_are_not_checked_again(case):
+    """The results are those with checks; a bound beyond a table is an error on the CPU, without a kernel."""
+    tables, ids, generator = make_inputs(case, torch.float32, SGD(0.1))
+    weights = [table.weight for table in tables]
+    bounded = replace(ids, bounds=[weights[table].shape[0] for table in ids.tables])
+    vectors, expected = (to_device(empty_vectors(weights, ids)) for _ in range(2))
+    kernels.lookup_all(weights, bounded, vectors)
+    kernels.lookup_all(weights, ids, expected)
+    assert all(torch.equal(*pair) for pair in zip(vectors, expected, strict=True))
+    gradients, updated = to_device(random_gradients(expected, generator)), copy_tables(tables)
+    kernels.update_all(updated, bounded, gradients, SGD(0.1))
+    kernels.update_all(tables, ids, gradients, SGD(0.1))
+    assert all(torch.equal(a.weight, b.weight) for a, b in zip(updated, tables, strict=True))
+    wide = replace(ids, bounds=[bound + 1 for bound in bounded.bounds])
+    with pytest.raises(IdOutOfRange):
+        validate_lookup(weights, wide)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)

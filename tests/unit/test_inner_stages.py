@@ -6,6 +6,7 @@ import pytest
 
 from shardwright.comm.pending import Pending, ready
 from shardwright.errors import UserError
+from shardwright.spec.calls import Call
 from shardwright.spec.plan import Stage
 from shardwright.step.executor import run_calls
 from shardwright.step.inner import InnerStages
@@ -108,3 +109,39 @@ def test_work_issued_outside_of_calls_is_traced_in_the_current_tick():
         ("gather a", "flight", 7),
         ("gather a", "wait", 7),
     ]
+
+
+def test_stages_on_a_gpu_last_until_their_kernels_have_completed():
+    """The thread issues three stages; the GPU reaches the ends of the first two later, and is not waited for."""
+
+    class Mark:
+        def __init__(self, number: int) -> None:
+            self.number, self.event = number, self
+
+        def query(self) -> bool:
+            return self.number < num_reached
+
+        def time(self) -> float:
+            return begin + (10.0, 12.0, 12.0)[self.number]
+
+    class Clock:
+        num_marks = 0
+
+        def mark(self) -> Mark:
+            self.num_marks += 1
+            return Mark(self.num_marks - 1)
+
+    tracer, begin, num_reached = Tracer(), time.perf_counter(), 0
+    tracer._gpu = Clock()
+    for name in ("forward", "backward", "read"):
+        with tracer.trace_call(Call(Stage(name, "main"), 0)):
+            pass
+    records = tracer._ticks[-1]
+    tracer.release_finished()
+    assert all(record.end < begin + 5 for record in records)
+    num_reached = 1
+    tracer.release_finished()
+    assert records[0].end == begin + 10 and records[1].end < begin + 5
+    forward, backward, read = tracer.timeline().events
+    assert (backward.start, backward.end - backward.start) == (forward.end, pytest.approx(2.0))
+    assert read.start == read.end == backward.end  # without kernels of its own

@@ -98,6 +98,24 @@ class VariableBatch(KeyedTensor):
         return self._inverse
 
 
+@given(BAGS, st.data())
+def test_bounds_of_ids_are_kept_by_what_keeps_the_ids(bags, data):
+    jagged = J.find_id_bounds(J.from_lists(bags))
+    expected = {name: max((i for ids in samples for i in ids), default=-1) + 1 for name, samples in bags.items()}
+    assert jagged.id_bounds == tuple(expected.values())
+    names = data.draw(st.permutations(jagged.features))
+    assert J.select(jagged, names).id_bounds == tuple(expected[name] for name in names)
+    assert (
+        jagged.map(torch.clone).id_bounds == jagged.id_bounds and J.concat([jagged] * 2).id_bounds == jagged.id_bounds
+    )
+    for other in (J.concat([jagged, J.from_lists(bags)]), replace(jagged, values=jagged.values + 10)):
+        assert other.id_bounds is None  # not known
+
+
+def test_negative_ids_have_no_bounds():
+    assert J.find_id_bounds(J.from_lists({"a": [[3], [-1]], "b": [[], [2]]})).id_bounds is None
+
+
 def test_variable_batch_sizes_per_feature_are_refused():
     """Strides [2, 4] of two features have six lengths, which also divide into two batches of 3."""
     arguments = ["a", "b"], torch.arange(6), torch.ones(6, dtype=torch.int64)
