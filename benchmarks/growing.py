@@ -7,8 +7,8 @@ stream: batches of 4,096 samples with 24 ids each, 20 never seen before and 4 dr
 often. It publishes every so often, and a `Predictor` in this process, which began from an export of the first steps,
 applies each publication. After each its scores of a batch are compared with the trainer's, to the bit, and the ids of
 its table with the trainer's. "bounded": the same stream with room for a quarter of the rows: those with the fewest uses
-end. A JSON line per publication: rows, seconds of a step since the last line, megabytes of the process, of them those
-that are allocated, seconds until the predictor had the publication.
+end. A JSON line per publication: rows, seconds of a step since the last line, megabytes of the process, how many
+of them are allocated, seconds until the predictor had the publication, milliseconds for which its requests waited.
 
 "quality": normalized entropy over the rows of FILE (Criteo's format) in order, each batch scored before training on it;
 a table of 16 columns for each of 26 columns of ids. Sides: "exact", a row for every value of a column, known before;

@@ -175,7 +175,7 @@ class IdMap {
   }
 
  private:
-  // Makes room for n more entries; once half of the rows are taken, for all: a full map does not grow at some later batch.
+  // Makes room for n more entries; once half of the rows are taken, for all rows, so that it seldom grows again.
   void reserve(int64_t n) {
     if (slots_.reserve(n, 2 * admitted_ > options_.rows ? options_.rows : 0)) hand_ = 0;
   }

@@ -93,15 +93,16 @@ SHARDWRIGHT_API int64_t shardwright_keep_memory() {
 #endif
 }
 
-// Returns memory that the allocator keeps to the system if it is more than what is in use: blocks of ever new sizes, as
-// checkpoints and publications allocate, would else make the process grow. Returns whether it did.
+// Gives freed memory that the allocator has kept back to the system if it is more than what is in use: blocks of ever
+// new sizes, as checkpoints and publications allocate, would otherwise make the process grow. Returns whether it did.
 SHARDWRIGHT_API int64_t shardwright_trim_memory() {
-#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 33)
+#ifdef __GLIBC__
+#if __GLIBC_PREREQ(2, 33)
   const auto now = mallinfo2();
   return now.fordblks > now.uordblks + now.hblkhd && malloc_trim(0);
-#else
-  return 0;
 #endif
+#endif
+  return 0;
 }
 
 // Reads `rows` in order and does nothing else. Returns a number that depends on all of them.

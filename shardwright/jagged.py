@@ -30,8 +30,8 @@ class Jagged:
     values: Tensor  # (N,) int32 or int64
     lengths: Tensor  # (F, B) int32 or int64
     weights: Tensor | None = None  # (N,) weight of each id
-    # By feature, all ids are known to be from 0 to below it, and lengths to be right; kernels need not check then, for
-    # which the CPU would wait for a GPU. None: not known, as in every Jagged that `replace` makes.
+    # By feature, all ids are known to be from 0 to below it, and lengths to be right: kernels skip checks for which the
+    # CPU would have to wait for a GPU. None: not known, as in every Jagged that `replace` makes.
     id_bounds: tuple[int, ...] | None = field(default=None, init=False, compare=False, repr=False)
 
     @property

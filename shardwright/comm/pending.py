@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
@@ -134,6 +135,14 @@ class Pending(Generic[T_co]):
         for work in self._works:
             with suppress(RuntimeError):
                 work.get_future().then(lambda _: ends.append(time.perf_counter()))
+
+    @classmethod
+    def of_future(cls, future: Future[T_co]) -> "Pending[T_co]":
+        """The work of a thread."""
+        pending = cls(future.result)
+        ends = pending._ends
+        future.add_done_callback(lambda _: ends.append(time.perf_counter()))
+        return pending
 
     @property
     def end(self) -> float | None:

@@ -44,6 +44,8 @@ from shardwright.layers.local_exchange import LocalBatch, LocalExchange, table_s
 from shardwright.spec.optimizer import SparseOptimizer
 from shardwright.spec.row_cache import HALF_LIFE_BATCHES
 
+NUM_THREADS = 8  # of the kernels that find lines: the step itself needs few
+
 
 @dataclass(slots=True, eq=False)
 class BatchOnLines:
@@ -77,7 +79,7 @@ class HostTables(NotCopied):
         self._by_name = dict(zip((table.name for table in self._tables), self._swapped, strict=True))
         self._swaps = RowSwaps(self._swapped)
         self._stream = CopyStream(device)
-        self._threads = RowThreads()
+        self._threads = RowThreads(NUM_THREADS)
         self._ready = self._stream.event()  # after it, copies may use all lines that no batch in flight uses
         for each in (bags, *(child for child in bags.children() if isinstance(child, EmbeddingTables))):
             if each is not bags and isinstance(each.exchange, LocalExchange):  # a member of an EmbeddingBagsDict

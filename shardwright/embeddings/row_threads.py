@@ -9,21 +9,21 @@ from shardwright.kernels.arguments import IdOutOfRange
 from shardwright.kernels.native import use_threads
 
 T = TypeVar("T")
-NUM_THREADS = 8  # of the kernels that find lines for a batch, beside the thread that runs the step
+NUM_THREADS = 4  # of the kernels that find lines for a batch, beside the thread that runs the step
 
 
 class RowThreads:
     """Runs one function after the other. What these hand to `copy` runs in a second thread, in the same order: the next
-    batch is placed while rows of this one are copied. What they need and what depends on nothing can begin `before`.
+    batch is placed while rows of this one are copied. Work that needs none of it can be started with `before`.
 
     What steps defer, such as the release of lines, runs before the next function that is submitted after it: so which
     rows are evicted does not depend on which thread is faster.
     """
 
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, "rows", use_threads, (NUM_THREADS,))
-        self._copier = ThreadPoolExecutor(1, "row copies", use_threads, (NUM_THREADS,))
-        self._first = ThreadPoolExecutor(1, "distinct rows", use_threads, (NUM_THREADS,))
+    def __init__(self, num_threads: int = NUM_THREADS) -> None:
+        self._executor = ThreadPoolExecutor(1, "rows", use_threads, (num_threads,))
+        self._copier = ThreadPoolExecutor(1, "row copies", use_threads, (num_threads,))
+        self._first = ThreadPoolExecutor(1, "distinct rows", use_threads, (num_threads,))
         self._deferred: list[Callable[[], None]] = []
         self._failure: Exception | None = None
 

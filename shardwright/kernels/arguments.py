@@ -1,7 +1,7 @@
 """Arguments of the embedding kernels: ids, tables, and the structs of csrc/embedding.h for them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -40,7 +40,8 @@ class Ids:
     weights: Tensor | None  # (N,) weights of the ids in their bags
     tables: Sequence[int]  # index of each feature's table
     pooling: Sequence[int]  # index of each feature's pooling in POOLINGS
-    bounds: Sequence[int] | None = None  # by feature, ids are below it; a GPU then checks neither ids nor offsets
+    # By feature, its ids are known to be from 0 to below it, and offsets to be right: see `with_bounds`.
+    bounds: Sequence[int] | None = field(default=None, init=False)
 
     @property
     def batch_size(self) -> int:
@@ -166,13 +167,13 @@ def validate_ids(ids: Ids, num_tables: int) -> Ids:
     if ids.weights is not None and (ids.weights.shape != values.shape or ids.weights.is_complex()):
         raise UserError(f"{ids.weights.numel()} id weights for {values.numel()} ids; wanted a real number for each")
     if ids.bounds is not None and values.device.type != "cpu":
-        return replace(ids, values=values.contiguous())
+        return with_bounds(replace(ids, values=values.contiguous()), ids.bounds)
     first, total, decreases = _offset_bounds(offsets)
     if total != values.numel():
         raise UserError(f"lengths add up to {total}, but there are {values.numel()} ids")
     if first or decreases:
         raise UserError(f"offsets begin with {first}{' and decrease' * decreases}; wanted ascending from 0")
-    return replace(ids, values=values.contiguous())
+    return with_bounds(replace(ids, values=values.contiguous()), ids.bounds)
 
 
 def validate_lookup(weights: Sequence[Tensor], ids: Ids) -> Ids:
@@ -193,6 +194,15 @@ def validate_lookup(weights: Sequence[Tensor], ids: Ids) -> Ids:
             raise UserError(f"a table of {shape[0]} rows; at most {MAX_TABLE_ROWS} on one CPU; shard it row-wise")
     ids = validate_ids(ids, len(weights))
     _check_bounds(ids, [weight.shape[0] for weight in weights])
+    return ids
+
+
+def with_bounds(ids: Ids, bounds: Sequence[int] | None) -> Ids:
+    """The same ids, known to be within these bounds, or not: kernels on a GPU then check neither them nor offsets.
+    `replace` forgets bounds."""
+    if bounds is not None:
+        ids = replace(ids)
+        object.__setattr__(ids, "bounds", bounds)
     return ids
 
 

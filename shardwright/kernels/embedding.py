@@ -27,6 +27,7 @@ from shardwright.kernels.arguments import (
     validate_lookup,
     validate_state,
     vector_dtype,
+    with_bounds,
 )
 from shardwright.kernels.buffers import BufferPool
 from shardwright.kernels.compile_exempt import disable_compile
@@ -157,7 +158,7 @@ def _run_lookup(vectors: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) 
 
 def _update_op(weights, state, gradients, sorted_lookups, *arguments) -> None:
     *lookups, bounds, kind, settings, steps, row_numbers = arguments
-    ids = validate_lookup(weights, Ids(*lookups, bounds=bounds or None))
+    ids = validate_lookup(weights, with_bounds(Ids(*lookups), bounds or None))
     if kind not in OPTIMIZER_KINDS or len(settings) != len(HYPERPARAMETERS):
         raise UserError(
             f'optimizer "{kind}" with {len(settings)} numbers; wanted '

@@ -21,7 +21,7 @@ from shardwright.comm.pending import LazyValue
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, offsets, select, with_id_bounds
 from shardwright.kernels import embedding, reference
-from shardwright.kernels.arguments import POOLINGS, IdOutOfRange, Ids
+from shardwright.kernels.arguments import POOLINGS, IdOutOfRange, Ids, with_bounds
 from shardwright.kernels.buffers import BufferPool
 from shardwright.kernels.finite import check_finite
 from shardwright.kernels.native import lengths_to_offsets, use_huge_pages
@@ -267,14 +267,14 @@ class EmbeddingTables(nn.Module):
     def kernel_ids(self, ids: Jagged) -> Ids:
         """Ids from `read`, as arguments of the kernels."""
         indices = {table.name: index for index, table in enumerate(self.tables)}
-        return Ids(
+        kernel_ids = Ids(
             ids.values,
             lengths_to_offsets(ids.lengths) if ids.id_bounds is None else offsets(ids),
             ids.weights,
             [indices[feature.table] for feature in self.features],
             [POOLINGS.index(feature.pooling) for feature in self.features],
-            ids.id_bounds,
         )
+        return with_bounds(kernel_ids, ids.id_bounds)
 
     @contextmanager
     def naming_errors(self) -> Iterator[None]:

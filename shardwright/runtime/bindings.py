@@ -24,6 +24,7 @@ from shardwright.comm.transfer import Transfer
 from shardwright.dense.sharded import ShardedModel
 from shardwright.jagged import Batch, Vectors, check_batch
 from shardwright.layers.exchange import Announced, Announcer
+from shardwright.layers.loss import checked_labels
 from shardwright.measure.describe import sparse_of
 from shardwright.planner.step.stages import (
     REDUCED_SLOTS,
@@ -37,6 +38,7 @@ from shardwright.runtime.chunk_stages import pipeline_functions
 from shardwright.runtime.dense_layout import DenseLayout
 from shardwright.runtime.finite_loss import check_loss
 from shardwright.runtime.host_batches import HostBatches
+from shardwright.runtime.optimizer_state import trainable_names
 from shardwright.runtime.outputs import BatchParts, Output, Scores
 from shardwright.runtime.table_stages import (
     PrefetchedRows,
@@ -50,11 +52,6 @@ from shardwright.spec.lanes import DENSE, WIRE
 from shardwright.spec.pipeline import Chunk
 from shardwright.spec.plan import Contract, Stage
 from shardwright.step.slots import Binding, EndOfData, InFlight, Slots, accesses, contract_of, in_flight
-
-
-def trainable_names(model: nn.Module) -> frozenset[str]:
-    """The names of the parameters that a step updates: fixed by `build`, since stages and optimizers depend on them."""
-    return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
 class StepBindings:
@@ -73,8 +70,7 @@ class StepBindings:
         overlap: bool = False,
     ) -> None:
         """`announcer`: the exchange of the model's tables, if it has any; `layout`: of the dense model; `accumulation`:
-        micro-batches of a step. With `overlap`, gradients are sent while the backward pass continues.
-        """
+        micro-batches of a step. With `overlap`, gradients are sent while the backward pass continues."""
         self.model = model
         self.stages = tuple(stages)
         self.mesh = mesh
@@ -97,7 +93,7 @@ class StepBindings:
         self.trainable_names = trainable_names(model)
         # Whether a step's global batch has samples beyond this batch: of other ranks, or of other micro-batches.
         self._is_partial_batch = partial_batch = mesh.size > 1 or self.accumulation.num_micro_batches > 1
-        self.host_batches = HostBatches(model.loss, allow_zero_weights=partial_batch) if self.transfer else None
+        self.host_batches = HostBatches(model, allow_zero_weights=partial_batch) if self.transfer else None
         self._end_announcement: Pending[Any] = ready(None)
         waits_for_lengths = next(name for name in ("ids", "weigh", "forward") if name in {s.name for s in stages})
         end_functions: Mapping[str, Callable[[], None]] = {
@@ -186,14 +182,17 @@ class StepBindings:
     def read_batch(self, slots: Slots) -> None:
         if self.mesh.size == 1:  # several ranks announce the signal to each other
             self.accumulation.agreed_stop_signal = self.accumulation.agreed_stop_signal or self.accumulation.poll_stop()
+        if self.host_batches is not None:
+            self.host_batches.end_last()
         batch, slots.ends_data = self.accumulation.next_batch(self._parts)
         if batch is None:
             raise EndOfData
-        if self.host_batches is not None:
-            slots.issue("host_batch", self.host_batches.prepare(batch))
-        else:
+        if self.host_batches is None or self._is_partial_batch:
             check_batch(batch, allow_zero_weights=self._is_partial_batch)
+        if self.host_batches is None:
             slots["host_batch"] = batch
+        else:
+            slots.issue("host_batch", self.host_batches.prepare(batch))
         slots["weight"] = loss_weight(self.model.loss, batch) if self._is_partial_batch else 1.0  # else without effect
 
     @accesses(reads=("host_batch",), writes=("batch",))
@@ -329,7 +328,8 @@ class StepBindings:
         """The loss of a batch; 0, not NaN, for a local batch or micro-batch without samples or with zero weights."""
         if self._is_partial_batch and batch.weights is not None and not bool(batch.weights.any()):
             batch = replace(batch, weights=None)
-        loss = self.model.loss(logits, batch)
+        with checked_labels(() if self.host_batches is None else self.host_batches.checked_losses):
+            loss = self.model.loss(logits, batch)
         if not batch.batch_size:
             return loss.nan_to_num(0.0)
         # On a GPU this would synchronize every step; there `runtime/run` checks the metrics it logs instead.

@@ -63,8 +63,9 @@ def build(
     """Build a job for this model under this plan; `optimizer` creates the torch optimizer of the dense parameters.
 
     `hottest` has the most frequent ids of tables with rows in load order. Without `overlap`, every stage completes
-    before the next begins. `accumulate`: micro-batches per step. `clip`: maximum global norm of the gradients of all
-    dense parameters, 0: none; optimizers of tables clip their gradients themselves.
+    before the next begins; with it, a batch for a GPU is read while the one before is computed. `accumulate`:
+    micro-batches per step. `clip`: maximum global norm of the gradients of all dense parameters, 0: none; optimizers of
+    tables clip their gradients themselves.
     """
     retain_freed_memory()
     use_library(library_in_use() or preferred_library())

@@ -29,8 +29,9 @@ from shardwright.measure.describe import sparse_of
 from shardwright.planner.step.stages import evaluation_stages
 from shardwright.rectangle import loaded_chunks
 from shardwright.runtime.accumulation import GradientAccumulation
-from shardwright.runtime.bindings import StepBindings, trainable_names
+from shardwright.runtime.bindings import StepBindings
 from shardwright.runtime.changed_rows import ChangedRows
+from shardwright.runtime.optimizer_state import trainable_names
 from shardwright.runtime.outputs import Output
 from shardwright.runtime.rank_group import ONE_RANK, RankGroup
 from shardwright.runtime.saving import CheckpointState, Saver
@@ -168,6 +169,7 @@ class Job:
             GradientAccumulation(parts=parts),
             autocast_dtype=self._step.autocast_dtype,
         )
+        step.host_batches = self._step.host_batches
         step.read_from(loader)
         schedule = rank_schedule(plan, self.mesh.rank, parts, overlap=False)
         steps = run_calls(step.stages, step.bindings, overlap=False, micro_batches=parts, schedule=schedule)

@@ -14,6 +14,11 @@ from shardwright.errors import UserError
 OPTIMIZER = "optimizer."
 
 
+def trainable_names(model: nn.Module) -> frozenset[str]:
+    """The names of the parameters that a step updates: fixed by `build`, since stages and optimizers depend on them."""
+    return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The names of the optimizer's parameters, in its order."""
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -32,9 +32,9 @@ class GPUClock:
 
     def mark(self) -> GPUMark:
         if self._reference is None or self._num_marks % MARKS_OF_REFERENCE == 0:
-            event = self._record_event()
-            event.synchronize()
-            self._reference = event, time.perf_counter()
+            torch.cuda.current_stream(self._device).synchronize()
+            begin = time.perf_counter()
+            self._reference = self._record_event(), begin
         self._num_marks += 1
         return GPUMark(self._record_event(), *self._reference)
 

@@ -51,7 +51,8 @@ class Tracer:
         """`micro_batches`: ticks of a step."""
         self.rank = rank
         self._gpu = GPUClock(device) if device is not None and device.type == "cuda" else None
-        self._unfinished: deque[tuple[_Record, GPUMark]] = deque()  # stages whose kernels may still run
+        # Stages whose kernels may still run, each with a mark at its end, and the waits between them.
+        self._unfinished: deque[tuple[_Record, GPUMark | None]] = deque()
         self._last_gpu_time = 0.0
         self._recent_ticks = RECENT_TICKS + micro_batches
         self._ticks: deque[list[_Record]] = deque([[]], maxlen=max(KEPT_TICKS, KEPT_STEPS * micro_batches))
@@ -77,10 +78,11 @@ class Tracer:
         self._read_gpu_times()
 
     def _read_gpu_times(self, *, wait: bool = False) -> None:
-        """Move stages whose kernels have completed to the time when they ran. `wait`: for all to complete."""
-        while self._unfinished and (wait or self._unfinished[0][1].event.query()):
+        """Move stages whose kernels have completed to the time when they ran; of a wait, only what is after the kernels
+        issued before it remains. `wait`: for all to complete."""
+        while self._unfinished and (wait or (mark := self._unfinished[0][1]) is None or mark.event.query()):
             record, mark = self._unfinished.popleft()
-            begin, self._last_gpu_time = self._last_gpu_time, mark.time()
+            begin, self._last_gpu_time = self._last_gpu_time, mark.time() if mark is not None else self._last_gpu_time
             record.start, record.end = max(record.start, begin), max(record.end, self._last_gpu_time)
 
     @contextmanager
@@ -128,7 +130,10 @@ class Tracer:
     def add_wait(self, name: str, start: float) -> None:
         """Record a wait, from `start` until now, for the work of stage `name`; without the time of waits inside it."""
         start, self._last_wait_end = max(start, self._last_wait_end), time.perf_counter()
-        self._ticks[-1].append(_Record(self._new_id(), name, WAIT, MAIN, self._step, 0, start, self._last_wait_end))
+        record = _Record(self._new_id(), name, WAIT, MAIN, self._step, 0, start, self._last_wait_end)
+        self._ticks[-1].append(record)
+        if self._gpu is not None:
+            self._unfinished.append((record, None))
 
     def timeline(self) -> Timeline:
         """The events that have ended; waits for a GPU."""

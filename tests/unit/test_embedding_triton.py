@@ -22,7 +22,7 @@ from test_embedding_kernels import (
 )
 
 from shardwright.kernels import embedding, reference
-from shardwright.kernels.arguments import IdOutOfRange, empty_vectors, validate_lookup
+from shardwright.kernels.arguments import IdOutOfRange, empty_vectors, validate_lookup, with_bounds
 from shardwright.spec.optimizer import SGD, AdaGrad, RowWiseAdaGrad
 
 pytest.importorskip("triton", reason="needs triton: pip install shardwright[gpu]")
@@ -73,7 +73,7 @@ def test_ids_with_bounds_are_not_checked_again(case):
     """The results are those with checks; a bound beyond a table is an error on the CPU, without a kernel."""
     tables, ids, generator = make_inputs(case, torch.float32, SGD(0.1))
     weights = [table.weight for table in tables]
-    bounded = replace(ids, bounds=[weights[table].shape[0] for table in ids.tables])
+    bounded = with_bounds(ids, [weights[table].shape[0] for table in ids.tables])
     vectors, expected = (to_device(empty_vectors(weights, ids)) for _ in range(2))
     kernels.lookup_all(weights, bounded, vectors)
     kernels.lookup_all(weights, ids, expected)
@@ -82,9 +82,10 @@ def test_ids_with_bounds_are_not_checked_again(case):
     kernels.update_all(updated, bounded, gradients, SGD(0.1))
     kernels.update_all(tables, ids, gradients, SGD(0.1))
     assert all(torch.equal(a.weight, b.weight) for a, b in zip(updated, tables, strict=True))
-    wide = replace(ids, bounds=[bound + 1 for bound in bounded.bounds])
+    wide = with_bounds(ids, [bound + 1 for bound in bounded.bounds])
     with pytest.raises(IdOutOfRange):
         validate_lookup(weights, wide)
+    assert replace(bounded, values=ids.values + 1).bounds is None  # no longer known
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
