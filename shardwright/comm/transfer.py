@@ -1,8 +1,7 @@
 """Copies to and from the GPU, overlapped with computation.
 
-`CopyStream` is a stream for copies of table rows. Batches: the loader reads a batch into pinned memory; its copy is
-issued on a separate stream, one batch ahead of the one in computation; `wait()` makes the consumer's stream wait for
-the copy and does not block the thread.
+`CopyStream` is a stream for copies of table rows. Batches: the copy of a batch, which is in pinned memory, is issued on
+a separate stream; `wait()` makes the consumer's stream wait for the copy and does not block the thread.
 """
 
 from collections.abc import Iterable, Iterator
