@@ -151,8 +151,8 @@ class LocalShards:
             ranges = [span for span, shard in zip(ids.feature_ranges(), ids.tables, strict=True) if shard == index]
             placed = rows.place(torch.cat([ids.values[a:b] for a, b in ranges] or [lines_N[:0]]), training=training)
             sizes = [b - a for a, b in ranges]
-            for target, found in ((lines_N, placed.lines_N), (update_lines_N, placed.update_lines_N)):
-                for (a, b), part in zip(ranges, found.split(sizes), strict=True):
+            for target, lines_of_ids in ((lines_N, placed.lines_N), (update_lines_N, placed.update_lines_N)):
+                for (a, b), part in zip(ranges, lines_of_ids.split(sizes), strict=True):
                     target[a:b] = part
             spares[index] = placed.spares_S
             if (changed_rows := self.changed_rows[index]) is not None:

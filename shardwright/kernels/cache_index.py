@@ -181,12 +181,15 @@ def place_many(
     num, first, first_written = len(indices), 0, 0
     sizes = [count + index.num_away for index, count in zip(indices, counts, strict=True)]
     batches = _batches_of(indices, counts, sizes, announced=announced)
-    found, written = torch.empty(2, len(rows), dtype=torch.int64), torch.empty(2, sum(sizes), dtype=torch.int64)
+    lines_and_missing, written = (
+        torch.empty(2, len(rows), dtype=torch.int64),
+        torch.empty(2, sum(sizes), dtype=torch.int64),
+    )
     numbers = torch.empty(num, NUMBERS, dtype=torch.int64)
-    found_pointers, (*written_pointers, numbers_pointer) = _pointers(found), _pointers((*written, numbers))
+    line_pointers, (*written_pointers, numbers_pointer) = _pointers(lines_and_missing), _pointers((*written, numbers))
     native = indices[0].native
     score_pointer = None if scores is None else scores.data_ptr()
-    keys = rows.data_ptr(), score_pointer, *found_pointers, None
+    keys = rows.data_ptr(), score_pointer, *line_pointers, None
     failed = native.shardwright_cache_place(batches.data_ptr(), num, *keys, *written_pointers, numbers_pointer)
     if failed >= 0:
         raise indices[failed].too_few_lines()
@@ -194,7 +197,7 @@ def place_many(
     for index, count, size, counted in zip(indices, counts, sizes, numbers.tolist(), strict=True):
         index.count(count, counted)
         num_missing, num_written = counted[:2]
-        lines, missing = found[0, first : first + count], found[1, first : first + num_missing]
+        lines, missing = lines_and_missing[0, first : first + count], lines_and_missing[1, first : first + num_missing]
         lines_written, rows_written = written[:, first_written : first_written + num_written]
         placed.append(PlacedRows(lines, missing, lines_written, rows_written))
         first, first_written = first + count, first_written + size

@@ -193,17 +193,17 @@ def with_prefetch(stages: Sequence[Stage], *, from_host: bool = False) -> tuple[
     """The stages with "prefetch" and "expect", ahead of others; `from_host`: "request" reads ids from host memory."""
     if has_prefetch(stages):
         return tuple(stages)
-    found: list[Stage] = []
+    all_stages: list[Stage] = []
     for stage in stages:
         if stage.name in ("lookup", "update"):
             stage = replace(stage, reads=("ids", "near", *stage.reads[1:]))
         if stage.name == "request" and from_host:
             stage = replace(stage, reads=("host_batch", "weight"))
         keeps_lead = from_host and stage.name == "to_device"
-        found.append(stage if keeps_lead else replace(stage, lead=max(stage.lead, CACHED.get(stage.name, 0))))
+        all_stages.append(stage if keeps_lead else replace(stage, lead=max(stage.lead, CACHED.get(stage.name, 0))))
         if stage.name == "ids":
-            found += [replace(each, lead=CACHED[each.name]) for each in (PREFETCH, EXPECT)]
-    return tuple(found)
+            all_stages += [replace(each, lead=CACHED[each.name]) for each in (PREFETCH, EXPECT)]
+    return tuple(all_stages)
 
 
 def with_gpu(stages: Sequence[Stage]) -> tuple[Stage, ...]:
