@@ -120,17 +120,24 @@ class Predictor:
 
     def update(self) -> bool:
         """Apply all pending publications; returns whether there were any."""
-        with self._update_lock:
-            return self._update()
-
-    def _update(self) -> bool:
         if self._root is None:
             raise UserError(f"{self.path}: no run is followed; pass one as Predictor(path, follow=RUN)")
-        newest = self._newest_publication(self._root)
+        with self._update_lock:
+            try:
+                return self._update(self._root)
+            except OSError as error:
+                reason = error.strerror or error
+                raise UserError(
+                    f"{self._root}: publications cannot be read ({reason}); answers stay at step {self.step}, restore "
+                    "the folder or follow another run"
+                ) from None
+
+    def _update(self, root: Path) -> bool:
+        newest = self._newest_publication(root)
         publication = "" if newest is None else f"{newest} {(newest / step_directories.MANIFEST).stat().st_mtime_ns}"
         if publication == self._last_publication:
             return False
-        pending = publications.pending_publications(self._root, self._version)
+        pending = publications.pending_publications(root, self._version)
         for path, publication_manifest in pending:
             self._apply(path, publication_manifest)
             trim_freed_memory()
@@ -138,18 +145,12 @@ class Predictor:
         return bool(pending)
 
     def _newest_publication(self, root: Path) -> Path | None:
-        """The newest publication; None before the first. Raises an error if the folder cannot be listed."""
-        try:
-            if root.is_dir() or self.followed.has_found_directory:
-                os.listdir(root)
-                self.followed.has_found_directory = True
-            else:  # a run creates the folder with its first publication
-                os.listdir(root.parent)
-        except OSError as error:
-            raise UserError(
-                f"{root}: publications cannot be read ({error.strerror}); answers stay at step {self.step}, restore "
-                "the folder or follow another run"
-            ) from None
+        """The newest publication; None before the first. Raises OSError if the folder cannot be listed."""
+        if root.is_dir() or self.followed.has_found_directory:
+            os.listdir(root)
+            self.followed.has_found_directory = True
+        else:  # a run creates the folder with its first publication
+            os.listdir(root.parent)
         return next(reversed(step_directories.list_checkpoints(root)), None)
 
     def state(self) -> dict[str, float | int | str]:
@@ -222,9 +223,9 @@ class Predictor:
             try:
                 self.update()
                 return
-            except (UserError, OSError) as error:
+            except UserError:
                 if attempt == MAX_STARTUP_ATTEMPTS - 1:
-                    raise error if isinstance(error, UserError) else UserError(f"{self._root}: {error}") from None
+                    raise
                 time.sleep(POLL_SECONDS)
 
     def _verify(self) -> None:

@@ -150,7 +150,7 @@ def test_health_reports_the_model_age_and_fails_when_the_followed_folder_is_miss
         assert first["status"] == second["status"] == "ok"
         assert 0 <= first["age_seconds"] <= second["age_seconds"] - 0.1, "the age grows while nothing is published"
         (tmp_path / "published").rename(tmp_path / "gone")
-        reason = wait_for(lambda: str(predictor.state()["status"]), lambda status: status != "ok")
+        reason = wait_for(lambda: str(predictor.state()["status"]), lambda status: "cannot be read" in status)
         assert "published: publications cannot be read (No such file or directory); answers stay at step 1" in reason
         endpoint = Endpoint(predictor)
         assert endpoint._health_response().code == 503
@@ -161,6 +161,20 @@ def test_health_reports_the_model_age_and_fails_when_the_followed_folder_is_miss
         job.publish(tmp_path / "published")
         assert wait_for(lambda: predictor.step, lambda step: step == 2)
         assert predictor.state()["age_seconds"] < second["age_seconds"] + 60
+
+
+def test_a_publication_removed_while_it_is_read_is_named(tmp_path, monkeypatch):
+    model = dlrm()
+    job = build(model, plan_for(model, batch()), optimizer=lambda p: torch.optim.Adam(p, 0.01))
+    list(job.run([batch()]))
+    export(model, job.save(tmp_path / "saved"), tmp_path / "out", example=batch())
+    with closing(Predictor(tmp_path / "out")) as predictor:
+        predictor._root = tmp_path / "published"
+        removed = tmp_path / "published/step-00000002"
+        monkeypatch.setattr(step_directories, "list_checkpoints", lambda root: [removed])
+        (tmp_path / "published").mkdir()
+        with pytest.raises(UserError, match=r"published: publications cannot be read \(No such file or directory\)"):
+            predictor.update()
 
 
 def test_following_a_run_before_its_first_publication_and_after_its_removal(tmp_path):
