@@ -172,7 +172,7 @@ def copy(tensors: list[Any], device: str) -> None:
 
 
 def bound_lines(rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
-    from shardwright.data.readers import keys
+    from shardwright.comm.transport import keys
     from shardwright.lab.emulated_cluster import Lab
     from shardwright.lab.shape import Host, Shape
 
@@ -240,7 +240,7 @@ def train(addresses: list[str], keys: str, rounds: int, seconds: float) -> dict[
 
 def serve(source: str, bind: str, keys: str = "") -> None:
     """Serve samples of this module's sources until interrupted."""
-    from shardwright.data.readers import keys as files
+    from shardwright.comm.transport import keys as files
     from shardwright.data.readers.service import ReaderService
     from shardwright.data.sources.source import make_order
 

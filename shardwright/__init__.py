@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwright.comm.mesh import Mesh
+    from shardwright.comm.transport.servers import TableServers
     from shardwright.data.loading.loader import Loader
     from shardwright.data.logs.click_log import open_log
     from shardwright.data.sources.synthetic import ClickStream
@@ -21,8 +22,15 @@ if TYPE_CHECKING:
     from shardwright.layers.loss import BinaryLoss, ClassLoss
     from shardwright.measure.describe import describe
     from shardwright.runtime.build import build
+    from shardwright.runtime.dense_layout import mesh_for
     from shardwright.runtime.job import Job
-    from shardwright.runtime.planning import allow_staleness, keep_in_host_memory, keep_on_disk, plan_for
+    from shardwright.runtime.planning import (
+        allow_staleness,
+        keep_in_host_memory,
+        keep_on_disk,
+        keep_on_servers,
+        plan_for,
+    )
     from shardwright.serving.export import export
     from shardwright.serving.predictor import Predictor
     from shardwright.spec.optimizer import LAMB, SGD, AdaGrad, Adam, PartialRowWiseAdam, RowWiseAdaGrad
@@ -35,6 +43,7 @@ if TYPE_CHECKING:
 _NAMES_BY_MODULE = MappingProxyType(
     {
         "comm.mesh": ("Mesh",),
+        "comm.transport.servers": ("TableServers",),
         "data.loading.loader": ("Loader",),
         "data.logs.click_log": ("open_log",),
         "data.sources.synthetic": ("ClickStream",),
@@ -46,8 +55,9 @@ _NAMES_BY_MODULE = MappingProxyType(
         "layers.convert": ("from_torch", "from_torchrec", "to_torch", "to_torchrec"),
         "measure.describe": ("describe",),
         "runtime.build": ("build",),
+        "runtime.dense_layout": ("mesh_for",),
         "runtime.job": ("Job",),
-        "runtime.planning": ("allow_staleness", "keep_in_host_memory", "keep_on_disk", "plan_for"),
+        "runtime.planning": ("allow_staleness", "keep_in_host_memory", "keep_on_disk", "keep_on_servers", "plan_for"),
         "serving.export": ("export",),
         "serving.predictor": ("Predictor",),
         "spec.optimizer": ("LAMB", "SGD", "AdaGrad", "Adam", "PartialRowWiseAdam", "RowWiseAdaGrad"),
@@ -80,6 +90,7 @@ __all__ = (
     "RowWiseAdaGrad",
     "SGD",
     "Table",
+    "TableServers",
     "Timeline",
     "UserError",
     "Vectors",
@@ -93,6 +104,8 @@ __all__ = (
     "allow_staleness",
     "keep_in_host_memory",
     "keep_on_disk",
+    "keep_on_servers",
+    "mesh_for",
     "plan_for",
     "to_torch",
     "to_torchrec",

@@ -16,6 +16,7 @@ from shardwright.errors import UserError, check_file_name
 from shardwright.lab.commands import lab
 from shardwright.report.cache_commands import cache_sim
 from shardwright.runtime.run.reader import reader
+from shardwright.runtime.run.table_server import serve_tables
 from shardwright.serving import commands as serving
 from shardwright.spec import presets, routing_trace
 
@@ -39,6 +40,7 @@ app.add_typer(checkpoint, name="checkpoint")
 app.command()(serving.export)
 app.command()(serving.serve)
 app.command("cache-sim")(cache_sim)
+app.command("serve-tables")(serve_tables)
 
 
 def _print_version(requested: bool) -> None:

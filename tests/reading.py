@@ -76,7 +76,7 @@ def serve(bind: str, source: str, keys: str, workers: int, order: dict[str, Any]
     """Main function of the reader process."""
     import reading
 
-    from shardwright.data.readers.keys import load_keys
+    from shardwright.comm.transport.keys import load_keys
     from shardwright.data.readers.service import ReaderService
     from shardwright.data.sources.source import Subset, make_order
     from shardwright.data.sources.stream import GrowingLog

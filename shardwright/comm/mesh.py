@@ -21,6 +21,7 @@ from shardwright.comm.all_gather_json import all_gather_json
 from shardwright.comm.heartbeat import Heartbeat
 from shardwright.comm.pending import Waiter
 from shardwright.comm.shared_memory import Channel, HostMembers, connect_channels
+from shardwright.comm.transport.servers import ServerConnector, TableServers
 from shardwright.errors import UserError, did_you_mean
 from shardwright.spec.lanes import MAIN
 
@@ -195,7 +196,7 @@ class Mesh:
     ranks of a group compare each collective before they issue it, which costs two blocking all-gathers, and report
     the first difference. `memory`: use shared memory between ranks of a host. `groups`: the groups to make (no axes:
     along all), first the default lane's along all axes; default: on every lane of `lanes` along every set of axes. On
-    the CPU each lane has a thread that waits, and each hierarchical group its own.
+    the CPU each lane has a thread that waits, and each hierarchical group its own. `servers`: of tables.
     """
 
     def __init__(
@@ -208,8 +209,10 @@ class Mesh:
         check: bool = False,
         memory: bool = True,
         groups: Sequence[LaneAxes] | None = None,
+        servers: TableServers | None = None,
     ) -> None:
-        self.check = check
+        self.check, self.servers = check, servers
+        self.server_connector: ServerConnector | None = None  # of the last job on this mesh
         self.axes = tuple(axes)
         self.lanes = tuple(dict.fromkeys(lane for lane, _ in groups or ())) or tuple(lanes) or (DEFAULT_LANE,)
         self.device = torch.device(device)
@@ -287,6 +290,8 @@ class Mesh:
 
     def close(self) -> None:
         """Stop all threads and destroy the process groups that this mesh created."""
+        if self.server_connector is not None:
+            self.server_connector.close()
         if self.heartbeat is not None:
             self.heartbeat.stop()
         groups = [group for base in self._groups.values() for group in (base, *base.hierarchical_groups)]

@@ -6,6 +6,7 @@ Phases, each a stage of the step; collectives run over all ranks, on the ids lan
     ids         all-to-all of lengths and ids, one message per rank for all its table groups (ids lane)
     expect, prefetch    for tables with rows on disk (row_placer.py)
     copies, counts, validate, renew     for tables with bounded staleness (copies/bounded_tables.py)
+    copies, fetch   for tables on servers (service/served_tables.py)
     lookup      one call per table group, over the samples of all its clients
     meet        host reduce: add partial sums inside each host where several of its ranks hold rows of a table (wire)
     vectors     all-to-all of pooled vectors, or partial sums of them, and distinct rows; then assemble them (wire)
@@ -26,6 +27,7 @@ from shardwright.comm import collective
 from shardwright.comm.codec import Codec, Plain
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
+from shardwright.comm.transport.servers import Connector
 from shardwright.embeddings.announcement import Announcement, exchange_end_headers, exchange_headers, make_headers
 from shardwright.embeddings.cached_shard import Caches
 from shardwright.embeddings.copies.bounded_tables import BoundedTables
@@ -37,9 +39,10 @@ from shardwright.embeddings.local_shards import LocalShards, PlacedIds
 from shardwright.embeddings.not_copied import NotCopied
 from shardwright.embeddings.outgoing import OutgoingRequest, RequestBuilder
 from shardwright.embeddings.responses import ResponseAssembly
-from shardwright.embeddings.routed_batch import RoutedBatch
-from shardwright.embeddings.row_order import IdOrder, RowOrder
+from shardwright.embeddings.routed_batch import LookupResult, RoutedBatch
+from shardwright.embeddings.row_order import RowOrder, rows_in_order
 from shardwright.embeddings.row_placer import RowPlacer
+from shardwright.embeddings.service.served_tables import ServedTables
 from shardwright.embeddings.update import OptimizerStep, ReceivedGradients, TableUpdater
 from shardwright.embeddings.used_features import UsedFeatures
 from shardwright.embeddings.vector_transport import VectorTransport, exchange_id_weights, split_ends
@@ -57,13 +60,6 @@ from shardwright.spec.optimizer import SparseOptimizer
 @dataclass(frozen=True, slots=True)
 class AnnouncedRequest(Announcement):
     outgoing: OutgoingRequest
-
-
-@dataclass(frozen=True, slots=True)
-class LookupResult:
-    routed: RoutedBatch
-    vectors: tuple[list[Tensor], ...]  # by table group
-    host_sums: Tensor | None = None  # sums over the ranks of this host, after the host reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +84,7 @@ class ShardedTables(NotCopied):
         device: torch.device,
         caches: Caches | None = None,
         in_flight: int = 1,
+        servers: Connector | None = None,
     ) -> None:
         self.bags, self.layout, self.lanes, self.orders = bags, layout, lanes, orders
         self._caches = caches  # whose folder lives as long as the tables
@@ -105,8 +102,11 @@ class ShardedTables(NotCopied):
         self._host_reducer = HostReducer(layout, self._vector_transport, self._gradient_transport)
         self._updater = TableUpdater(layout, self.local_shards, lanes.wire, self._responses.dtype)
         self.bounded = BoundedTables(bags, layout, self.local_shards, lanes.ids)
+        self.served = ServedTables(bags, layout, servers)
+        self.copied_tables = self.bounded, self.served
+        self._copied_names = self.bounded.table_names | self.served.table_names
         self._used = UsedFeatures(bags, layout, self.local_shards, lanes.wire)
-        self._rows: dict[TableShard, Tensor] = {}
+        self._rows: dict[TableShard, IndexRange | Tensor] = {}
         self.train: Callable[[Jagged], Vectors] | None = None  # the lookup of a user training loop, while there is one
         # Table groups whose only client is this rank: their vectors and gradients are not sent.
         self._unsent = [index for index, group in enumerate(self.table_groups) if group.clients == (self.rank,)]
@@ -129,12 +129,8 @@ class ShardedTables(NotCopied):
 
     def rows_of(self, shard: TableShard) -> IndexRange | Tensor:
         """The rows that a shard of this rank holds: a range, or ids if the table is not in id order."""
-        if isinstance(self.orders[shard.table], IdOrder):
-            return shard.rows
         if shard not in self._rows:
-            fits_int32 = self.bags.tables[shard.table].rows <= torch.iinfo(torch.int32).max
-            rows = self.orders[shard.table].ids(torch.arange(*shard.rows))
-            self._rows[shard] = rows.to(torch.int32 if fits_int32 else torch.int64)
+            self._rows[shard] = rows_in_order(self.orders[shard.table], shard.rows)
         return self._rows[shard]
 
     def forward(self, features: Jagged) -> Vectors:
@@ -191,8 +187,10 @@ class ShardedTables(NotCopied):
 
     def pool(self, routed: RoutedBatch) -> Vectors:
         """Run all phases from the lookup to the vectors and wait for them."""
-        self.bounded.flush()
-        routed.copied[:] = self.bounded.find_rows(routed.outgoing.distinct_rows, training=False)
+        for tables in self.copied_tables:
+            tables.flush()
+        routed.copied[:] = self.bounded.find_rows(routed.outgoing.distinct_rows)
+        routed.served[:] = self.served.find_rows(routed.outgoing.distinct_rows)
         result = self.lookup(routed)
         return self.exchange_vectors(self.reduce_in_host(result).wait()).wait()
 
@@ -264,7 +262,8 @@ class ShardedTables(NotCopied):
 
         def assemble(flat: Tensor) -> Vectors:
             vectors, rows = split_ends(flat.split(sizes), num_rows)
-            return self._responses.assemble(routed.outgoing, vectors, unsent, self.bounded.read(routed.copied, rows))
+            read = self.bounded.read(routed.copied, rows) | self.served.read(routed.served)
+            return self._responses.assemble(routed.outgoing, vectors, unsent, read)
 
         return pending.then(assemble)
 
@@ -286,6 +285,7 @@ class ShardedTables(NotCopied):
         messages, unsent, sums = self._responses.split_gradients(routed.outgoing, gradients, flags)
         for owner, updates in enumerate(self.bounded.updates_to_push(routed.copied, sums)):
             messages[owner] += updates
+        self.served.keep_gradients(routed.served, sums)
         of_groups = {index: parts for index, parts in unsent.items() if index < len(self.table_groups)}
         replica_sums = self._updater.start_replica_sums(
             {i: (routed.incoming[i].ids, parts) for i, parts in of_groups.items()},
@@ -390,9 +390,10 @@ class ShardedTables(NotCopied):
             ids, gradients = self._used.restrict(lookups, ids, gradients)
         self._updater.run(ids, gradients, OptimizerStep(optimizer, steps))
         self.bounded.update(routed.copied, optimizer, steps)
+        self.served.update(routed.served, optimizer, steps)
         self.release(routed, written=True)
         used = zip(self.bags.features, gradients.used_features, strict=True)
-        return {feature.name for feature, is_used in used if is_used or feature.table in self.bounded.table_names}
+        return {feature.name for feature, is_used in used if is_used or feature.table in self._copied_names}
 
 
 def _unpooled_dims(table_group: TableGroup) -> list[int]:

@@ -16,8 +16,9 @@ from shardwright.embeddings import growing_tables
 from shardwright.embeddings.exchange import ShardedTables
 from shardwright.embeddings.growing_rows import GrowingRows
 from shardwright.embeddings.layout import TableShard
+from shardwright.embeddings.service import remote_rows
 from shardwright.layers.table_weights import torch_state_dtype
-from shardwright.rectangle import Rectangle
+from shardwright.rectangle import Rectangle, loaded_chunks
 from shardwright.spec.optimizer import state_shapes
 from shardwright.spec.workload import MAX_GROWING_ROWS, Table
 
@@ -46,6 +47,9 @@ def gather_state(sharded: ShardedTables) -> dict[str, Tensor]:
     for name, like in tensors.items():
         table, _, part = name.rpartition(".")
         full = torch.empty(like.shape, dtype=like.dtype) if is_first else like
+        if table in sharded.served.table_names:
+            tensors[name] = _read_served(sharded, name, full) if is_first else like
+            continue
         shards = list(_distinct_shards(sharded, table))
         local = [_values(sharded, shard, part).flatten() for rank, shard in shards if rank == sharded.rank]
         sizes = [0] * len(sharded.layout.table_groups)
@@ -61,6 +65,16 @@ def gather_state(sharded: ShardedTables) -> dict[str, Tensor]:
                 read += size
             tensors[name] = full
     return tensors
+
+
+def _read_served(sharded: ShardedTables, name: str, full: Tensor) -> Tensor:
+    """A tensor of a table on servers, read by this rank."""
+    rectangles = remote_rows.table_rectangles(sharded.served, sharded.layout, sharded.orders, (0, 1))
+    for rect in (rect for rect in rectangles if rect.name == name):
+        for chunk in loaded_chunks(rect):
+            rows = torch.arange(*chunk.rows) if isinstance(chunk.rows, tuple) else chunk.rows.long()
+            full[rows] = chunk.values
+    return full
 
 
 @torch.no_grad()
@@ -132,7 +146,9 @@ def track_changes(sharded: ShardedTables) -> None:
 
 def table_rectangles(sharded: ShardedTables, *, deduplicate: bool = False) -> Iterator[Rectangle]:
     """This rank's shards as rectangles, by the names of `meta_state`.
-    `deduplicate`: of the replicas of a shard, only the first rank's."""
+    `deduplicate`: of the replicas of a shard, only the first rank's. Of tables on servers, this rank's share."""
+    share = sharded.rank, len(sharded.layout.table_groups)
+    yield from remote_rows.table_rectangles(sharded.served, sharded.layout, sharded.orders, share)
     for local in sharded.local_shards:
         for index, (shard, table, weight, states, changed_rows) in enumerate(
             zip(

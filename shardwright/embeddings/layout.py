@@ -105,6 +105,7 @@ class Layout:
     row_exchange_tables: frozenset[int]  # tables whose distinct rows are exchanged, each once per client
     host_reduces: tuple[HostReduce | None, ...]  # by rank
     num_copies: Mapping[int, int]  # by table with bounded staleness, the rows that a rank may have copies of
+    served: tuple[tuple[TableGroup, ...], ...] = ()  # by table server
 
     def request_targets(self, client: int) -> Iterator[tuple[int, TableGroup]]:
         """The (rank, table group) to which a rank sends requests, in the order of its messages."""
@@ -130,20 +131,26 @@ def build_layout(
     plans: Mapping[str, TablePlan],
     num_ranks: int,
     *,
+    num_servers: int = 0,
     needs_full_rows: bool = False,
     ranks_per_host: int = 0,
 ) -> Layout:
-    """Build the layout of a plan; equal on every rank.
+    """Build the layout of a plan; equal on every rank. Table servers have the numbers after those of the ranks.
     `needs_full_rows`: the optimizer needs sums over all columns of a row. `ranks_per_host`: size of the hosts that
     reduce partial vectors; 0: none do."""
     table_index = {table.name: index for index, table in enumerate(tables)}
     reads: list[tuple[int, Pooling]] = [(table_index[feature.table], feature.pooling) for feature in features]
     names = {feature.table for feature in features if feature.pooling == "none"}
     names |= {plan.table for plan in plans.values() if plan.travel == "rows"}
-    syncs = {table_index[plan.table]: plan.placement.sync for plan in plans.values()} if num_ranks > 1 else {}
-    bounded = {index: sync for index, sync in syncs.items() if isinstance(sync, Bounded) and sync.has_copies}
+    on_servers = {table_index[plan.table] for plan in plans.values() if plan.rects[0].ranks[0] >= num_ranks}
+    syncs = {table_index[plan.table]: plan.placement.sync for plan in plans.values()}
+    bounded = {
+        index: sync
+        for index, sync in syncs.items()
+        if isinstance(sync, Bounded) and (index in on_servers or num_ranks > 1 and sync.has_copies)
+    }
     exchanged = frozenset(index for index, table in enumerate(tables) if table.name in names) | bounded.keys()
-    shards_by_rank: list[dict[_GroupKey, list[TableShard]]] = [{} for _ in range(num_ranks)]
+    shards_by_rank: list[dict[_GroupKey, list[TableShard]]] = [{} for _ in range(num_ranks + num_servers)]
     boundaries = []
     for index, table in enumerate(tables):
         table_bounds = sorted({0, table.rows, *(row for rect in plans[table.name].rects for row in rect.rows)})
@@ -179,7 +186,9 @@ def build_layout(
         for by_kind in shards_by_rank
     )
     num_copies = {index: sync.copies for index, sync in bounded.items()}
-    return Layout(tuple(boundaries), groups, exchanged, tuple(_host_reduces(groups, ranks_per_host)), num_copies)
+    groups, served = groups[:num_ranks], groups[num_ranks:]
+    host_reduces = tuple(_host_reduces(groups, ranks_per_host))
+    return Layout(tuple(boundaries), groups, exchanged, host_reduces, num_copies, served)
 
 
 def replica_for(ranks: Sequence[int], client: int, num_ranks: int) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardwright.errors import UserError
 from shardwright.kernels.rounding import splitmix64
+from shardwright.rectangle import IndexRange
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 SQUARE_FITS = 1 << 31  # products of two numbers below it fit in int64
@@ -123,3 +124,11 @@ def _multiply(x: Tensor, factor: int, modulus: int) -> Tensor:
     for shift in reversed(range(0, factor.bit_length(), LIMB)):
         product = ((product << LIMB) % modulus + x * (factor >> shift & (1 << LIMB) - 1) % modulus) % modulus
     return product
+
+
+def rows_in_order(order: RowOrder, rows: IndexRange) -> IndexRange | Tensor:
+    """The ids at these positions: a range, or one by one."""
+    if isinstance(order, IdOrder):
+        return rows
+    ids = order.ids(torch.arange(*rows))
+    return ids.int() if not len(ids) or int(ids.max()) <= torch.iinfo(torch.int32).max else ids

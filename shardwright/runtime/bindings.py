@@ -138,7 +138,7 @@ class StepBindings:
             "update": StepBindings.update_tables,
         }
         functions |= disk_functions() if has_prefetch(stages) else {}
-        functions |= copy_functions() if has_copies(stages) else {}
+        functions |= copy_functions(stages) if has_copies(stages) else {}
         functions |= host_batch_functions() if requests_from_host(stages) else {}
         functions |= host_functions() if has_host_reduce(stages) else {}
         return functions
@@ -162,8 +162,8 @@ class StepBindings:
         self.outputs.clear()
         self.inside_step = False
         self.prefetched.clear()
-        if has_copies(self.stages) and self.training:
-            self.model.sparse.exchange.bounded.cancel()
+        for tables in self.model.sparse.exchange.copied_tables if has_copies(self.stages) and self.training else ():
+            tables.cancel()
 
     def _run(
         self, stage: str, function: Callable[["StepBindings", Slots], Sequence[InFlight] | None], slots: Slots

@@ -38,6 +38,7 @@ from shardwright.runtime.bindings import StepBindings
 from shardwright.runtime.dense_layout import DenseOptimizer, announced_axes, mesh_for
 from shardwright.runtime.job import Job
 from shardwright.runtime.rank_group import RankGroup
+from shardwright.runtime.served import check_servers, connect_servers, open_tables
 from shardwright.runtime.supported import EXACT_REMEDY, cached_rows, check_supported, gpu_rows, is_single_process
 from shardwright.runtime.user_loop import UserLoop
 from shardwright.spec.lanes import IDS, WIRE
@@ -80,6 +81,7 @@ def build(
     check_supported(plan, sparse.tables if sparse else ())
     dense_layout.check_dense_plan(model, plan)
     _check_stages(model, plan)
+    check_servers(plan, mesh.servers if mesh is not None else None)
     options = _Options(optimizer, hottest or {}, overlap, accumulate, clip)
     if mesh is not None:
         plan = replace(plan, stages=with_gpu(plan.stages)) if mesh.device.type == "cuda" else plan
@@ -204,6 +206,7 @@ def shard_tables(sparse: EmbeddingTables, plan: Plan, mesh: Mesh, options: _Opti
         sparse.features,
         plans,
         mesh.size,
+        num_servers=plan.servers,
         needs_full_rows=needs_full_rows,
         ranks_per_host=ranks_per_host,
     )
@@ -213,14 +216,18 @@ def shard_tables(sparse: EmbeddingTables, plan: Plan, mesh: Mesh, options: _Opti
         else make_row_order(plans[table.name].order, table.rows, options.hottest.get(table.name))
         for table in sparse.tables
     ]
-    if any(group.bounded for groups in layout.table_groups for group in groups):
+    if any(group.bounded for groups in (*layout.table_groups, *layout.served) for group in groups):
         _check_bounded_training(sparse, options)
     lanes = Lanes(ids, wire, CODECS[plan.wire.vectors](), CODECS[plan.wire.gradients]())
     lines = [(index, cached_rows(plans[table.name])) for index, table in enumerate(sparse.tables)]
     lines_by_table = {index: num for index, num in lines if num is not None}
     caches = Caches(lines_by_table, in_float32=FLOAT32_LINES in plan.allow) if lines_by_table else None
     in_flight = STEPS_IN_FLIGHT * options.accumulate
-    sparse.give_up(ShardedTables(sparse, layout, orders, lanes, mesh.device, caches, in_flight))
+    connector = connect_servers(mesh)
+    sharded = ShardedTables(sparse, layout, orders, lanes, mesh.device, caches, in_flight, connector)
+    if layout.served:
+        open_tables(sharded, RankGroup(mesh))
+    sparse.give_up(sharded)
 
 
 def _check_bounded_training(sparse: EmbeddingTables, options: _Options) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.comm.mesh import DEFAULT_LANE, Group, Mesh
+from shardwright.comm.transport.servers import TableServers
 from shardwright.dense.activation_checkpoint import checkpoint_activations
 from shardwright.dense.adam_bf16 import convert_state_dtype
 from shardwright.dense.clip_grad_norm import register_clip_hook
@@ -71,8 +72,8 @@ class DenseLayout:
         return optimizer
 
 
-def mesh_for(plan: Plan, timeout_seconds: float = 60.0) -> Mesh:
-    """The mesh of a job under this plan, with exactly the groups that the job uses.
+def mesh_for(plan: Plan, timeout_seconds: float = 60.0, servers: TableServers | None = None) -> Mesh:
+    """The mesh of a job under this plan, with exactly the groups that the job uses. `servers`: the plan's.
 
     The first lane is of the run's control flow (`RankGroup`). Ids and vectors are exchanged between all ranks with
     different samples, weights between the ranks that share them, gradients between replicas.
@@ -88,7 +89,7 @@ def mesh_for(plan: Plan, timeout_seconds: float = 60.0) -> Mesh:
         groups += [(lane, plan.dense.shard) for lane in SHARD_LANES]
         groups += [(DENSE, plan.dense.replicate)] if plan.dense.replicate else []
     groups += expert_groups(plan)
-    return Mesh(plan.mesh_axes, groups=groups, timeout_seconds=timeout_seconds)
+    return Mesh(plan.mesh_axes, groups=groups, timeout_seconds=timeout_seconds, servers=servers)
 
 
 def announced_axes(plan: Plan) -> tuple[str, ...]:

@@ -285,9 +285,10 @@ class Job:
         return sparse.exchange.cache_counts() if sparse is not None else {}
 
     def copy_counts(self) -> dict[str, CopyCounts]:
-        """By tables with bounded staleness that share their copies, on this rank."""
+        """By tables with bounded staleness, or on servers, that share their copies, on this rank."""
         exchange = self.model.sparse.exchange if sparse_of(self.model) is not None else None
-        return exchange.bounded.counts() if isinstance(exchange, ShardedTables) else {}
+        tables = exchange.copied_tables if isinstance(exchange, ShardedTables) else ()
+        return {name: counts for each in tables for name, counts in each.counts().items()}
 
     def growth_counts(self) -> dict[str, dict[str, int]]:
         """By table that grows, on this rank: rows that it may have and has, entries of the map of ids, and rows that
@@ -362,7 +363,8 @@ class Job:
         """Send all updates that copies of rows keep, and forget the copies. All ranks call it."""
         sparse = sparse_of(self.model)
         if sparse is not None and isinstance(sparse.exchange, ShardedTables):
-            sparse.exchange.bounded.flush()
+            for tables in sparse.exchange.copied_tables:
+                tables.flush()
 
 
 @contextmanager

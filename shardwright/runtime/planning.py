@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from torch import nn
@@ -33,7 +34,7 @@ from shardwright.runtime.run import measure_loop, recipe
 from shardwright.spec import files, presets
 from shardwright.spec.cache_hits import with_recorded_hits
 from shardwright.spec.cluster import Cluster
-from shardwright.spec.plan import Bounded, Plan, Share, single_rank_plan
+from shardwright.spec.plan import Bounded, Plan, Rect, Share, TablePlan, single_rank_plan
 from shardwright.spec.routing_trace import RoutingTrace, read_trace, with_recorded_shares
 from shardwright.spec.row_cache import DISK, GPU, HOST, WAYS
 from shardwright.spec.stage_checks import max_staleness
@@ -41,6 +42,7 @@ from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
 USABLE_MEMORY_SHARE = 0.9  # of a host's memory
+SERVED_ORDER = "hash:0"  # of tables on several servers: each gets its share of popular rows
 UNMEASURED_REASON = (
     "cluster",
     "not measured: rates of a published machine; measure this one and give plan.cluster=FILE",
@@ -161,6 +163,38 @@ def allow_staleness(plan: Plan, bounds: Mapping[str, Bounded]) -> Plan:
         return replace(plan, tables=tables)
     allow = plan.allow if max_staleness(plan.allow) >= most else (*plan.allow, f"staleness<={most}")
     return replace(plan, tables=tables, stages=with_copies(plan.stages), allow=allow)
+
+
+def keep_on_servers(plan: Plan, bounds: Mapping[str, Bounded], servers: int = 1) -> Plan:
+    """The plan with the rows of these tables on so many table servers, in equal parts.
+
+    `Bounded(0, 0, copies)` is exact: a rank keeps copies of rows that it has read, and asks for each batch which of
+    them other ranks have changed. Larger bounds ask less often; they add the needed "staleness<=N" to `allow`.
+    """
+    names = [table.table for table in plan.tables]
+    for name in bounds:
+        if name not in names:
+            raise UserError(f'no table "{name}" in the plan{did_you_mean(name, names)}')
+    tables = tuple(_on_servers(plan, table, bounds.get(table.table), servers) for table in plan.tables)
+    most = max((sync.max_missed(plan.num_ranks) for sync in bounds.values()), default=0)
+    allow = plan.allow if max_staleness(plan.allow) >= most else (*plan.allow, f"staleness<={most}")
+    stages = with_copies(plan.stages, of_servers=True)
+    return replace(plan, tables=tables, servers=servers, stages=stages, allow=allow)
+
+
+def _on_servers(plan: Plan, table: TablePlan, sync: Bounded | None, servers: int) -> TablePlan:
+    if sync is None:
+        return table
+    rows, cols = max(rect.rows[1] for rect in table.rects), max(rect.cols[1] for rect in table.rects)
+    ends = [rows * server // servers for server in range(servers + 1)]
+    rects = tuple(
+        Rect(table.table, span, (0, cols), (plan.num_ranks + server,))
+        for server, span in enumerate(pairwise(ends))
+        if span[0] < span[1]
+    )
+    placement = replace(table.placement, sync=sync, tiers=(Share(HOST),))
+    order = SERVED_ORDER if servers > 1 else table.order
+    return replace(table, rects=rects, order=order, placement=placement, travel="rows", scheme="")
 
 
 def _cached(plan: Plan, lines: Mapping[str, int], fast: str, slow: str) -> Plan:

@@ -13,7 +13,7 @@ EXACT_REMEDY = 'remove "staleness<=N" from allow, or leave the table out of allo
 
 def is_single_process(plan: Plan) -> bool:
     """Whether one rank has every table as a whole, in memory, with rows in the order of their ids."""
-    return plan.num_ranks == 1 and all(
+    return plan.num_ranks + plan.servers == 1 and all(
         table.order == "id" and len(table.rects) == 1 and cached_rows(table) is None for table in plan.tables
     )
 

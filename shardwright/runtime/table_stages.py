@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from shardwright.comm.pending import ready
-from shardwright.planner.step.stages import REDUCED_SLOTS
+from shardwright.planner.step.stages import REDUCED_SLOTS, has_servers
+from shardwright.spec.plan import Stage
 from shardwright.step.slots import Slots, accesses
 
 TableFunction = Callable[[Any, Slots], None]
@@ -46,8 +47,11 @@ def disk_functions() -> Mapping[str, TableFunction]:
     return {"expect": _expect, "prefetch": _prefetch, "lookup": _lookup, "update": _update}
 
 
-def copy_functions() -> Mapping[str, TableFunction]:
-    """Of plans with bounded staleness."""
+def copy_functions(stages: Sequence[Stage]) -> Mapping[str, TableFunction]:
+    """Of plans with bounded staleness, or with tables on servers."""
+    if has_servers(stages):
+        functions = {"fetch": _fetch_rows, "lookup": _lookup_with_fetched}
+        return {"copies": _find_copies, "update": _update_copies, **functions}
     return {
         "copies": _find_copies,
         "counts": _exchange_counts,
@@ -131,25 +135,38 @@ def _broadcast_in_host(step: Any, slots: Slots) -> None:
 @accesses(reads=("ids", "state.copies"), writes=("copies", "state.copies"))
 def _find_copies(step: Any, slots: Slots) -> None:
     routed, exchange = slots["ids"], step.model.sparse.exchange
-    routed.copied[:] = exchange.bounded.find_copies(routed.outgoing.distinct_rows, training=step.training)
-    slots["copies"] = routed.copied
+    distinct = routed.outgoing.distinct_rows
+    routed.copied[:] = exchange.bounded.find_copies(distinct, training=step.training)
+    routed.served[:] = exchange.served.find_copies(distinct, training=step.training)
+    slots["copies"] = routed
 
 
 @accesses(reads=("copies",), writes=("counts",))
 def _exchange_counts(step: Any, slots: Slots) -> None:
-    slots.issue("counts", step.model.sparse.exchange.bounded.exchange_counts(slots["copies"]))
+    slots.issue("counts", step.model.sparse.exchange.bounded.exchange_counts(slots["copies"].copied))
 
 
 @accesses(reads=("copies", "counts"), writes=("expired",))
 def _validate_copies(step: Any, slots: Slots) -> None:
     _ = slots["counts"]
-    slots.issue("expired", step.model.sparse.exchange.bounded.validate(slots["copies"]))
+    slots.issue("expired", step.model.sparse.exchange.bounded.validate(slots["copies"].copied))
 
 
 @accesses(reads=("copies", "expired", "state.tables"), writes=("renewed",))
 def _renew_leases(step: Any, slots: Slots) -> None:
     _ = slots["expired"]
-    slots.issue("renewed", step.model.sparse.exchange.bounded.renew(slots["copies"]))
+    slots.issue("renewed", step.model.sparse.exchange.bounded.renew(slots["copies"].copied))
+
+
+@accesses(reads=("copies", "state.tables"), writes=("fetched",))
+def _fetch_rows(step: Any, slots: Slots) -> None:
+    slots.issue("fetched", step.model.sparse.exchange.served.fetch(slots["copies"].served))
+
+
+@accesses(reads=("ids", "state.tables", "fetched", "state.copies"), writes=("looked",))
+def _lookup_with_fetched(step: Any, slots: Slots) -> None:
+    _ = slots["fetched"]
+    step.lookup_rows(slots)
 
 
 @accesses(reads=("ids", "state.tables", "renewed", "state.copies"), writes=("looked",))

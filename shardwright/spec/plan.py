@@ -252,6 +252,7 @@ class Plan:
     axes: tuple[Axis, ...]  # outermost first; ranks are numbered along the last first
     lanes: tuple[str, ...]
     tables: tuple[TablePlan, ...]
+    servers: int = 0  # processes that own rows of tables, numbered after the ranks
     dense: Dense = Dense()
     experts: tuple[ExpertPlan, ...] = ()
     wire: Wire = Wire()

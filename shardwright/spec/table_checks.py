@@ -129,20 +129,21 @@ def _first_gap(active: list[tuple[tuple[int, int], int]], dim: int) -> str:
 
 
 def invalid_ranks(plan: "Plan", *_: object) -> Iterator[str]:
-    num = plan.num_ranks
     for table in plan.tables:
         for rect in table.rects:
-            if error := _rank_error(rect.ranks, num):
+            if error := _rank_error(rect.ranks, plan):
                 yield f"{_rect_text(rect)} {error}"
 
 
-def _rank_error(ranks: tuple[int, ...], num: int) -> str | None:
+def _rank_error(ranks: tuple[int, ...], plan: "Plan") -> str | None:
+    num = plan.num_ranks
     if not ranks:
         return "has no rank; wanted one or more"
     if len(set(ranks)) < len(ranks):
         return f"names a rank twice in {ranks}"
-    if min(ranks) < 0 or max(ranks) >= num:
-        return f"names ranks {ranks}; the axes have ranks 0..{num - 1}"
+    if min(ranks) < 0 or max(ranks) >= num + plan.servers:
+        servers = f", the servers are {num}..{num + plan.servers - 1}" if plan.servers else ""
+        return f"names ranks {ranks}; the axes have ranks 0..{num - 1}{servers}"
     return None
 
 
@@ -178,11 +179,34 @@ def disallowed_sync(plan: "Plan", *_: object) -> Iterator[str]:
             yield f'{subject} has sync "{sync.kind}"; it needs allow "staleness<={needed}"'
 
 
+def invalid_servers(plan: "Plan", *_: object) -> Iterator[str]:
+    on_servers = [table for table in plan.tables if _is_on_server(plan, table)]
+    for table in on_servers:
+        subject = f'table "{table.table}" is on servers'
+        if any(min(rect.ranks, default=0) < plan.num_ranks for rect in table.rects):
+            yield f"{subject}, and some of its rows are on ranks; put all on servers, or none"
+        if table.placement.sync.kind != "bounded" or table.travel != "rows":
+            yield f'{subject}; it needs sync "bounded" (0 and 0: exact) and travel "rows": use keep_on_servers'
+    others = [table for table in plan.tables if table not in on_servers]
+    copied = [table.table for table in others if table.placement.sync.kind == "bounded"]
+    if on_servers and copied and plan.num_ranks > 1:
+        yield f'table "{copied[0]}" is stale on ranks, and others are on servers; put all of these tables on servers'
+    if on_servers and not any(stage.name == "fetch" for stage in plan.stages):
+        yield f'stages: table "{on_servers[0].table}" is on servers, and no stage "fetch" reads it; use keep_on_servers'
+
+
+def _is_on_server(plan: "Plan", table: "TablePlan") -> bool:
+    return any(rank >= plan.num_ranks for rect in table.rects for rank in rect.ranks)
+
+
 def _bounded_faults(plan: "Plan", table: "TablePlan") -> Iterator[str]:
-    """Faults of a table with bounded staleness, whose rows have copies on all ranks."""
+    """Faults of a table with bounded staleness, or on servers, whose rows have copies on all ranks."""
     sync, subject = table.placement.sync, f'table "{table.table}" has bounded staleness'
-    if sync.kind != "bounded" or not sync.has_copies or plan.num_ranks == 1:
+    is_served = _is_on_server(plan, table)
+    if sync.kind != "bounded" or not is_served and (not sync.has_copies or plan.num_ranks == 1):
         return
+    if is_served:
+        subject = f'table "{table.table}" is on servers'
     if sync.copies < WAYS:
         yield f"{subject} and copies={sync.copies}; wanted {WAYS} or more"
     if any(len(rect.ranks) > 1 for rect in table.rects):
@@ -285,6 +309,7 @@ CHECKS: tuple[Check, ...] = (
     incomplete_coverage,
     invalid_ranks,
     invalid_experts,
+    invalid_servers,
     invalid_tiers,
     missing_prefetch,
     disallowed_sync,

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from reading import Samples, lines, reader
 from test_loader import epochs
 
+from shardwright.comm.transport import keys
+from shardwright.comm.transport.keys import CurveKeys
 from shardwright.data.loading.loader import Loader
-from shardwright.data.readers import keys, messages
+from shardwright.data.readers import messages
 from shardwright.data.readers.client import Readers
-from shardwright.data.readers.keys import CurveKeys
 from shardwright.data.readers.service import MAX_REQUEST_BYTES, ReaderService
 from shardwright.data.sources.source import NumpyBatch, make_order
 from shardwright.errors import UserError

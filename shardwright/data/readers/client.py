@@ -18,8 +18,8 @@ from typing import Any
 
 import zmq
 
+from shardwright.comm.transport.keys import CurveKeys, check_address, load_keys, secure_socket
 from shardwright.data.readers import messages
-from shardwright.data.readers.keys import CurveKeys, check_address, load_keys, secure_socket
 from shardwright.data.readers.messages import BatchRequest
 from shardwright.data.sources.source import NumpyBatch, Position, SampleOrder, Source, order_identity
 from shardwright.errors import UserError

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import zmq
 
+from shardwright.comm.transport.arrays import view_array
 from shardwright.data.sources.source import NumpyBatch, Position
 
 VERSION = 1  # of the message format
-NUMERIC_KINDS = "iufb"  # numpy dtype kinds of plain numbers
-ALIGNMENT = 8  # bytes; a small frame may start at any address of the receive buffer
 MAX_INTEGER = 2**40  # upper bound of a valid epoch, batch, rank or message number
 
 
@@ -98,19 +97,9 @@ def decode_batch(header: Mapping[str, Any], frames: Sequence[zmq.Frame]) -> Nump
     """Decode an answer into a batch that uses the frames' memory; None if it is malformed."""
     try:
         arrays = {
-            name: _view_array(dtype, shape, frame.buffer)
+            name: view_array(dtype, shape, frame.buffer)
             for (name, dtype, shape), frame in zip(header["arrays"], frames, strict=True)
         }
         return NumpyBatch.from_arrays(header["features"], arrays)
     except (ValueError, TypeError, KeyError):
         return None
-
-
-def _view_array(dtype: str, shape: Sequence[int], memory: memoryview) -> np.ndarray:
-    parsed_dtype = np.dtype(dtype)
-    if parsed_dtype.kind not in NUMERIC_KINDS:
-        raise ValueError(dtype)
-    array = np.ndarray(tuple(shape), parsed_dtype, memory if memory.nbytes else None)
-    if array.nbytes != memory.nbytes:
-        raise ValueError(f"{array.nbytes} bytes of {memory.nbytes}")
-    return array if array.ctypes.data % ALIGNMENT == 0 else array.copy()

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import zmq
 
+from shardwright.comm.transport.keys import CurveKeys, check_address, secure_socket, start_authenticator
 from shardwright.data.loading.worker import RowsNotReady, Worker
 from shardwright.data.readers import messages
-from shardwright.data.readers.keys import CurveKeys, check_address, secure_socket, start_authenticator
 from shardwright.data.readers.messages import BatchRequest
 from shardwright.data.sources.source import MAX_PREFETCH, NumpyBatch, Position, SampleOrder, Source, order_identity
 from shardwright.errors import UserError

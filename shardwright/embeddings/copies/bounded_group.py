@@ -1,6 +1,6 @@
 """Tables with equal columns, pull and push, which share their copies: the copies of this rank and the rows it owns.
 
-Rows have consecutive numbers, table after table; each row has one owner.
+Rows have consecutive numbers, table after table; each row has one owner: a rank, or a table server.
 
 Shape legend: R ranks, U distinct rows of a batch, A rows whose copies are validated, F rows that owners send, V rows
 with updates, O rows of this rank, D columns, X values of a row and its optimizer state, S row ranges.
@@ -16,13 +16,14 @@ from torch import Tensor
 from shardwright.embeddings.copies.row_clocks import RowClocks
 from shardwright.embeddings.copies.row_copies import NO_VERSION, BatchCopies, Lease, RowCopies, row_values
 from shardwright.embeddings.copies.updates import RowUpdates, squares_of
-from shardwright.embeddings.layout import Layout
+from shardwright.embeddings.layout import Layout, TableGroup
 from shardwright.embeddings.local_shards import LocalShards
 from shardwright.errors import UserError
 from shardwright.layers.embedding import EmbeddingTables
 from shardwright.spec.optimizer import SparseOptimizer, num_squares
 
 COUNTS = 2  # of rows to validate, of rows with updates
+Owners = Sequence[Sequence[TableGroup]]  # the table groups of each owner of rows
 NEW_ROW = -1  # a renewal with the row has NEW_ROW - lease in place of the lease, so that it is negative
 
 
@@ -39,6 +40,7 @@ class CopiedBatch:
     versions_A: Tensor
     order_V: Tensor  # of the rows whose updates are pushed: by owner
     counts_R: Tensor  # (R, COUNTS) for each owner
+    values_FX: Tensor | None = None  # the rows that servers have sent
     received_counts_R: Tensor | None = None
     # As owner, by rank: rows to send; rows whose updates follow, and how many each one stands for.
     sent_rows: Sequence[Tensor] = ()
@@ -80,9 +82,9 @@ class RowNumbers:
     num_rows: int
 
     @staticmethod
-    def number_rows(layout: Layout, key: tuple[int, ...]) -> "RowNumbers":
+    def number_rows(layout: Layout, owners: Owners, key: tuple[int, ...]) -> "RowNumbers":
         ranges = []
-        for owner, groups in enumerate(layout.table_groups):
+        for owner, groups in enumerate(owners):
             for group in (group for group in groups if group.bounded == key):
                 firsts = accumulate((shard.rows[1] - shard.rows[0] for shard in group.shards), initial=0)
                 ranges += [
@@ -96,6 +98,11 @@ class RowNumbers:
         starts = [first_row[table] + rows[0] for table, rows, _, _ in ranges]
         owners, locals_ = [owner for *_, owner, _ in ranges], [local for *_, local in ranges]
         return RowNumbers(first_row, torch.tensor(starts), torch.tensor(owners), torch.tensor(locals_), num_rows)
+
+    def num_rows_of(self, owner: int) -> int:
+        ends = [*self.starts_S[1:].tolist(), self.num_rows]
+        sizes = torch.tensor(ends) - self.starts_S
+        return int(sizes[self.owner_S == owner].sum())
 
     def owners(self, rows: Tensor) -> Tensor:
         return self.owner_S[self._ranges(rows)]
@@ -118,18 +125,27 @@ class BoundedGroup:
     """The tables of one group: their copies on this rank, and its own rows."""
 
     def __init__(
-        self, bags: EmbeddingTables, layout: Layout, key: tuple[int, ...], shards: LocalShards | None, rank: int
+        self,
+        bags: EmbeddingTables,
+        layout: Layout,
+        key: tuple[int, ...],
+        shards: LocalShards | None = None,
+        rank: int | None = None,
     ) -> None:
-        self.dim, pull, push = key
-        self.numbers, self._num_ranks, self._rank = RowNumbers.number_rows(layout, key), len(layout.table_groups), rank
+        """`rank`: of the owners; None: servers own the rows."""
+        self.key = key
+        self.dim, self.pull, push = key
+        owners = layout.table_groups if rank is not None else layout.served
+        self.numbers, self._num_owners = RowNumbers.number_rows(layout, owners, key), len(owners)
+        self._rank = -1 if rank is None else rank
         self.tables = [bags.tables[table] for table in self.numbers.first_row]
         assert bags.optimizer is not None
         num_lines = sum(layout.num_copies[table] for table in self.numbers.first_row)
         dtype = bags.holder(self.tables[0].name).weight.dtype
         self._num_squares = num_squares(bags.optimizer, self.dim)
-        names = ", ".join(table.name for table in self.tables)
-        self.copies = RowCopies(num_lines, self.dim, bags.optimizer, push, dtype, names)
-        lease = Lease(pull, self._num_ranks - 1)
+        self.names = ", ".join(table.name for table in self.tables)
+        self.copies = RowCopies(num_lines, self.dim, bags.optimizer, push, dtype, self.names)
+        lease = Lease(self.pull, len(layout.table_groups) - 1)
         self._shards = shards
         flat = shards.flat if shards is not None else None
         weight = self.copies.weight_LD[:0] if flat is None else flat.weight
@@ -156,7 +172,7 @@ class BoundedGroup:
             copies, expired, versions, pushed_V = None, other_R, torch.full_like(other_R, NO_VERSION), other_R[:0]
         order_A = owner_U[expired].argsort(stable=True)
         owner_V = self.numbers.owners(pushed_V)
-        counts = [torch.bincount(owners, minlength=self._num_ranks) for owners in (owner_U[expired], owner_V)]
+        counts = [torch.bincount(owners, minlength=self._num_owners) for owners in (owner_U[expired], owner_V)]
         order_V = owner_V.argsort(stable=True)
         if training:
             self._count(len(other_R), len(expired), 0, len(pushed_V))

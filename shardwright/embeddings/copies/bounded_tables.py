@@ -52,9 +52,9 @@ class BoundedTables:
         # By group, its tables among those whose rows are exchanged.
         self._positions = [[self._exchanged.index(table) for table in group.numbers.first_row] for group in self.groups]
 
-    def find_rows(self, distinct: DistinctRows, *, training: bool) -> list[CopiedBatch]:
-        """All phases before the lookup, one after another."""
-        batches = self.find_copies(distinct, training=training)
+    def find_rows(self, distinct: DistinctRows) -> list[CopiedBatch]:
+        """All phases before the lookup, one after another, without training."""
+        batches = self.find_copies(distinct, training=False)
         if batches:
             self.exchange_counts(batches).wait()
             self.validate(batches).wait()
@@ -196,7 +196,7 @@ class BoundedTables:
 
     def counts(self) -> dict[str, CopyCounts]:
         """By group, named after its tables."""
-        return {", ".join(table.name for table in group.tables): group.counts for group in self.groups}
+        return {group.names: group.counts for group in self.groups}
 
     def _to_words(self, by_rank: Sequence[Sequence[Tensor]]) -> Tensor:
         return torch.cat([part for message in by_rank for part in message]).to(self._word_dtype)

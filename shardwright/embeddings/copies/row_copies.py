@@ -45,7 +45,9 @@ class Lease:
 
     def num_batches(self, missed: Tensor) -> Tensor:
         """Further batches in which a copy that misses so many updates may be read; negative: the row must be sent."""
-        batches = torch.div(self.pull - missed, max(1, self.num_others), rounding_mode="floor")
+        if not self.num_others:
+            return torch.full_like(missed, LONGEST_LEASE)
+        batches = torch.div(self.pull - missed, self.num_others, rounding_mode="floor")
         return batches.clamp(max=LONGEST_LEASE)
 
 

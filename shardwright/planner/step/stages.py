@@ -71,6 +71,8 @@ COPY_STAGES = (
     Stage("validate", IDS, ("copies", "counts"), ("expired",)),
     Stage("renew", IDS, ("copies", "expired", "state.tables"), ("renewed",)),
 )
+# Of tables on servers, in place of those: a call to each server.
+FETCH_STAGES = (COPY_STAGES[0], Stage("fetch", HOST, ("copies", "state.tables"), ("fetched",)))
 
 
 def pipeline_stages() -> tuple[Stage, ...]:
@@ -211,15 +213,16 @@ def with_gpu(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     return tuple(replace(stage, lead=max(stage.lead, 1)) if stage.name == "read" else stage for stage in stages)
 
 
-def with_copies(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """The stages with those of tables with bounded staleness."""
+def with_copies(stages: Sequence[Stage], *, of_servers: bool = False) -> tuple[Stage, ...]:
+    """The stages with those of tables with bounded staleness, or of tables on servers."""
     if has_copies(stages):
         return tuple(stages)
+    added = FETCH_STAGES if of_servers else COPY_STAGES
     all_stages: list[Stage] = []
     for stage in stages:
         if stage.name == "lookup":
-            all_stages += COPY_STAGES
-            stage = replace(stage, reads=(*stage.reads, "renewed", "state.copies"))
+            all_stages += added
+            stage = replace(stage, reads=(*stage.reads, *added[-1].writes, "state.copies"))
         if stage.name == "update":
             stage = replace(stage, reads=(*stage.reads, "state.copies"), writes=(*stage.writes, "state.copies"))
         all_stages.append(stage)
@@ -227,8 +230,13 @@ def with_copies(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 
 def has_copies(stages: Sequence[Stage]) -> bool:
-    """Whether rows of other ranks are read from copies."""
+    """Whether rows of other ranks, or of servers, are read from copies."""
     return any(stage.name == "copies" for stage in stages)
+
+
+def has_servers(stages: Sequence[Stage]) -> bool:
+    """Whether tables are on servers."""
+    return any(stage.name == "fetch" for stage in stages)
 
 
 def has_prefetch(stages: Sequence[Stage]) -> bool:

@@ -33,7 +33,7 @@ def reader_serve(
     from contextlib import closing
 
     from shardwright import config
-    from shardwright.data.readers.keys import load_keys
+    from shardwright.comm.transport.keys import load_keys
     from shardwright.data.readers.service import ReaderService
     from shardwright.data.sources.source import make_order
     from shardwright.runtime.run.recipe import make_source
@@ -56,7 +56,7 @@ def reader_keys(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write reader.keys and trainer.keys.")],
 ) -> None:
     """Create the keys that readers and trainers on several hosts need: one file for each side."""
-    from shardwright.data.readers import keys
+    from shardwright.comm.transport import keys
 
     for path in keys.create_key_files(directory):
         Console().print(f"keys  {path}", highlight=False, soft_wrap=True)

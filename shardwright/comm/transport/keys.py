@@ -1,7 +1,7 @@
-"""CURVE keys of a job's readers and trainers, and zmq sockets that use them.
+"""CURVE keys of a job's services (readers, table servers) and trainers, and zmq sockets that use them.
 
 The key file of each side holds its own key pair and the other side's public key, so that a host needs only one file.
-CURVE encrypts, and authenticates both sides: a reader answers only clients that hold the trainers' secret key.
+CURVE encrypts, and authenticates both sides: a service answers only clients that hold the trainers' secret key.
 """
 
 import ipaddress
@@ -16,13 +16,15 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from shardwright.errors import UserError, check_regular_file
 
-REMEDY = "create keys with `shardwright reader keys DIR`"
+REMEDY = (
+    "create keys with `shardwright reader keys DIR`, of table servers with `shardwright serve-tables --new-keys DIR`"
+)
 KEY_CHARACTERS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """Key pair of a side, "reader" or "trainer", and the public key of the other side."""
+    """Key pair of a side ("reader", "server" or "trainer"), and the public key of the other side."""
 
     side: str
     public: str
@@ -30,15 +32,10 @@ class CurveKeys:
     other: str  # public key of the other side
 
 
-def create_key_files(directory: Path) -> list[Path]:
+def create_key_files(directory: Path, service: str = "reader") -> list[Path]:
     """Write a key file for each side, readable only by its owner; raises UserError if a file exists."""
-    (reader, reader_secret), (trainer, trainer_secret) = (
-        [key.decode() for key in zmq.curve_keypair()] for _ in range(2)
-    )
-    key_pairs = (
-        CurveKeys("reader", reader, reader_secret, trainer),
-        CurveKeys("trainer", trainer, trainer_secret, reader),
-    )
+    (public, secret), (trainer, trainer_secret) = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
+    key_pairs = (CurveKeys(service, public, secret, trainer), CurveKeys("trainer", trainer, trainer_secret, public))
     paths = [directory / f"{keys.side}.keys" for keys in key_pairs]
     for path in paths:
         if path.exists():
@@ -74,13 +71,13 @@ def load_keys(path: str, side: str) -> CurveKeys | None:
     return keys
 
 
-def check_address(address: str, keys: CurveKeys | None, remedy: str) -> None:
+def check_address(address: str, keys: CurveKeys | None, remedy: str, service: str = "reader") -> None:
     """Raise UserError unless an address is well formed, and on this host if there are no keys."""
     match = re.fullmatch(r"tcp://([\w.*-]+):(\d{1,5})", address)
     if not match or int(match[2]) >= 1 << 16:
-        raise UserError(f'reader "{address}"; wanted tcp://HOST:PORT, such as tcp://127.0.0.1:5700')
+        raise UserError(f'{service} "{address}"; wanted tcp://HOST:PORT, such as tcp://127.0.0.1:5700')
     if keys is None and not _is_loopback(match[1]):
-        raise UserError(f"reader {address}: not on this host, and no keys are set; {REMEDY}, then {remedy}")
+        raise UserError(f"{service} {address}: not on this host, and no keys are set; {REMEDY}, then {remedy}")
 
 
 def _is_loopback(host: str) -> bool:
@@ -95,10 +92,10 @@ def secure_socket(socket: zmq.Socket, keys: CurveKeys | None) -> None:
     if keys is None:
         return
     socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
-    if keys.side == "reader":
-        socket.curve_server = True
-    else:
+    if keys.side == "trainer":
         socket.curve_serverkey = keys.other.encode()
+    else:
+        socket.curve_server = True
 
 
 class TrainerCredentials:

@@ -1,0 +1,1 @@
+"""Table servers: processes that own rows of tables, and the ranks' connections to them."""

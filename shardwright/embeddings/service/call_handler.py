@@ -1,0 +1,218 @@
+"""Answers the calls of ranks, without sockets: what a table server does with a message.
+
+One run at a time. A push is written to the journal, if there is one, before it is acknowledged; reads of a round that
+is not complete wait here. Every call may come twice.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from shardwright.comm.transport.arrays import Message
+from shardwright.embeddings.service import calls
+from shardwright.embeddings.service.calls import MalformedCall, parse_integer, parse_integers, parse_text
+from shardwright.embeddings.service.journal import MIN_COMPACTED_BYTES, Journal
+from shardwright.embeddings.service.owned_rows import OwnedRows, OwnedSpec
+from shardwright.errors import UserError
+from shardwright.spec import files
+
+Client = bytes
+Reply = tuple[Client, Message]
+LOST = (
+    "the table server no longer has the rows of this run: it was restarted without its journal, or another run uses "
+    "it; resume from a checkpoint"
+)
+
+
+@dataclass(slots=True)
+class Served:
+    """Counts since the start: rows read and sent, updates, and messages that no rank of this version sends."""
+
+    read: int = 0
+    sent: int = 0
+    updated: int = 0
+    malformed: int = 0
+
+
+class CallHandler:
+    """The rows of one run, and the calls that wait."""
+
+    def __init__(
+        self, journal: Journal | None = None, *, is_connected: Callable[[Client], bool] = lambda _: True
+    ) -> None:
+        """`is_connected`: whether a rank's process still has its connection."""
+        self._journal, self._is_connected = journal, is_connected
+        self._run = ""
+        self._owned: OwnedRows | None = None
+        self._clients: set[Client] = set()
+        self._ended: set[int] = set()  # ranks
+        self._waiting: dict[tuple[Client, int], Message] = {}  # reads of rounds that are not complete
+        self.served = Served()
+        for message in journal.read() if journal is not None else ():
+            self._replay(message)
+
+    def handle(self, client: Client, message: Message) -> list[Reply]:
+        """The replies to a message, and to reads that waited for it."""
+        header = message.header
+        try:
+            number, call = parse_integer(header, "number"), parse_text(header, "call")
+            run = parse_text(header, "run")
+        except MalformedCall:
+            self.served.malformed += 1
+            return []
+        try:
+            if call == "open":
+                self._open(client, run, message)
+                reply = Message({})
+            elif run != self._run or self._owned is None:
+                reply = Message({"error": LOST})
+            else:
+                self._clients.add(client)
+                reply = self._answer(self._owned, client, number, message)
+        except (MalformedCall, UserError) as error:
+            self.served.malformed += isinstance(error, MalformedCall)
+            reply = Message({"error": str(error)})
+        replies = [] if reply is None else [(client, _with_number(reply, number))]
+        return [*replies, *self._answer_waiting()]
+
+    def _answer(self, owned: OwnedRows, client: Client, number: int, message: Message) -> Message | None:
+        """The reply to a call of the current run; None: later."""
+        header = message.header
+        match header["call"]:
+            case "read":
+                if owned.can_read(parse_integer(header, "round")):
+                    return self._read(owned, message)
+                self._waiting[client, number] = message
+                return None
+            case "push":
+                self._push(owned, message)
+                return Message({})
+            case "ping":
+                numbers = parse_integers(header, "without_reply")
+                return Message({"missing": [each for each in numbers if (client, each) not in self._waiting]})
+            case "close":
+                self._ended.add(parse_integer(header, "rank"))
+                if len(self._ended) == owned.spec.num_ranks:
+                    self._end()
+                return Message({})
+        return self._access(owned, message)
+
+    def _access(self, owned: OwnedRows, message: Message) -> Message:
+        """The reply to a call that reads or replaces state, between rounds."""
+        header = message.header
+        match header["call"]:
+            case "put":
+                owned.put(*calls.parse_put(message))
+                self._record(message)
+                return Message({})
+            case "get":
+                rows = owned.get(*calls.parse_get(message))
+                return Message({}, [rows.numpy()])
+            case "snapshot":
+                return Message({"snapshot": owned.snapshot(parse_text(header, "holder"))})
+            case "release":
+                owned.release(parse_text(header, "holder"), parse_integer(header, "snapshot"))
+                return Message({})
+            case call:
+                raise MalformedCall(f"call {call!r}")
+
+    def _open(self, client: Client, run: str, message: Message) -> None:
+        spec = calls.parse_spec(dict(message.header))
+        if run != self._run:
+            if others := [peer for peer in self._clients if self._is_connected(peer)]:
+                raise UserError(
+                    f"another run uses this table server: {len(others)} of its ranks are connected; wait for its end, "
+                    "or start another table server"
+                )
+            self._end()
+            self._begin(run, spec)
+            if self._journal is not None:
+                self._journal.begin(message)
+        elif self._owned is not None and self._owned.spec != spec:
+            raise UserError("the ranks of a run have different tables, bounds or optimizers")
+        self._clients.add(client)
+
+    def _begin(self, run: str, spec: OwnedSpec) -> None:
+        try:
+            self._owned = OwnedRows(spec)
+        except RuntimeError as error:  # of torch: no memory
+            raise UserError(f"no memory for the rows of this run on the table server: {error}") from None
+        self._run = run
+
+    def _end(self) -> None:
+        self._run, self._owned = "", None
+        self._clients, self._ended, self._waiting = set(), set(), {}
+        if self._journal is not None:
+            self._journal.remove()
+
+    def _read(self, owned: OwnedRows, message: Message) -> Message:
+        reads = calls.parse_read(message)
+        answers = owned.read(reads)
+        self.served.read += sum(len(read.rows_A) for read in reads)
+        self.served.sent += sum(len(answer.values_FX) for answer in answers)
+        return Message({}, calls.answer_arrays(answers))
+
+    def _push(self, owned: OwnedRows, message: Message) -> None:
+        header = message.header
+        push = calls.parse_push(message, owned.spec)
+        if owned.push(parse_integer(header, "rank"), parse_integer(header, "round"), push):
+            self._record(message)
+            self.served.updated += sum(len(updates.rows_V) for updates in push.updates)
+
+    def _answer_waiting(self) -> list[Reply]:
+        """Replies to the reads whose round has come."""
+        replies: list[Reply] = []
+        if self._owned is None or not self._waiting:
+            return replies
+        for (client, number), message in [*self._waiting.items()]:
+            if self._owned.can_read(parse_integer(message.header, "round")):
+                del self._waiting[client, number]
+                try:
+                    reply = self._read(self._owned, message)
+                except (MalformedCall, UserError) as error:
+                    reply = Message({"error": str(error)})
+                replies.append((client, _with_number(reply, number)))
+        return replies
+
+    # The journal
+
+    def _record(self, message: Message) -> None:
+        """Write a message to the journal; or instead all rows, if the journal has become larger than they are."""
+        if self._journal is None or self._owned is None:
+            return
+        self._journal.append(message)
+        if self._journal.bytes_ > max(MIN_COMPACTED_BYTES, self._owned.bytes_) and not self._owned.has_incomplete_round:
+            arrays = [part.numpy() for part in self._owned.all_parts()]
+            spec = files.to_plain(self._owned.spec)
+            header = {
+                "call": "rows",
+                "run": self._run,
+                "spec": spec,
+                "round": self._owned.round,
+                "version": calls.VERSION,
+            }
+            self._journal.begin(Message(header, arrays))
+
+    def _replay(self, message: Message) -> None:
+        header = message.header
+        match header["call"]:
+            case "open":
+                self._begin(parse_text(header, "run"), calls.parse_spec(dict(header)))
+            case "rows":
+                self._begin(parse_text(header, "run"), calls.parse_spec(dict(header)))
+                assert self._owned is not None
+                self._owned.round = parse_integer(header, "round")
+                for part, saved in zip(self._owned.all_parts(), message.arrays, strict=True):
+                    part.copy_(torch.from_numpy(saved))
+            case "push" if self._owned is not None:
+                push = calls.parse_push(message, self._owned.spec)
+                self._owned.push(parse_integer(header, "rank"), parse_integer(header, "round"), push)
+            case "put" if self._owned is not None:
+                self._owned.put(*calls.parse_put(message))
+            case call:
+                raise UserError(f'the journal has a record "{call}" of another version; remove it')
+
+
+def _with_number(reply: Message, number: int) -> Message:
+    return Message({**reply.header, "number": number}, reply.arrays)

@@ -1,0 +1,114 @@
+"""The journal of a table server: what it has acknowledged since the last copy of its rows, in one file.
+
+A record is a message; the first one opens the run, or has the rows as they were. A server that was killed reads it
+again and has lost nothing that it had acknowledged. A record that was cut off is the last one, and was not
+acknowledged. Records reach the system's page cache before they are acknowledged, not the disk: a kill loses nothing,
+a power failure may lose the last seconds.
+"""
+
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import zmq
+
+from shardwright.comm.transport.arrays import Message, decode_message
+from shardwright.errors import UserError
+
+FILE = "rows.journal"
+NUMBER_BYTES = 8
+MAX_FRAMES = 1 << 16
+MIN_COMPACTED_BYTES = 64 << 20  # a journal with less is not replaced by a copy of the rows
+
+
+class Journal:
+    """Appends records to the file in `directory`, which holds one server's journal."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{directory}: {error.strerror}; choose a directory with write permission") from None
+        self.path = directory / FILE
+        self.bytes_ = 0  # since the last copy of the rows
+        self._file = -1
+
+    def read(self) -> Iterator[Message]:
+        """The complete records; what follows them was cut off, and is removed."""
+        complete = 0
+        with suppress(FileNotFoundError), self.path.open("rb") as file:
+            while (frames := _read_record(file)) is not None:
+                message = decode_message([zmq.Frame(frame) for frame in frames])
+                if message is None:
+                    raise UserError(
+                        f"{self.path}: a record differs from what was written; remove the file, and resume the run "
+                        "from a checkpoint"
+                    )
+                yield message
+                complete = file.tell()
+        if self.path.exists():
+            os.truncate(self.path, complete)
+            self._open(self.path)
+
+    def append(self, message: Message) -> None:
+        assert self._file >= 0
+        self.bytes_ += self._write(self._file, message.encode())
+
+    def begin(self, message: Message) -> None:
+        """Replace all records by this one."""
+        draft = self.path.with_suffix(".draft")
+        file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            self._write(file, message.encode())
+            os.fsync(file)
+        finally:
+            os.close(file)
+        draft.replace(self.path)
+        self._open(self.path)
+        self.bytes_ = 0
+
+    def _open(self, path: Path) -> None:
+        self.close()
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+
+    def _write(self, file: int, frames: Sequence[memoryview | bytes]) -> int:
+        head = b"".join(len(frame).to_bytes(NUMBER_BYTES, "little") for frame in frames)
+        head = len(frames).to_bytes(NUMBER_BYTES, "little") + head
+        parts = [memoryview(head + zlib.crc32(head).to_bytes(NUMBER_BYTES, "little")), *map(memoryview, frames)]
+        total = sum(map(len, parts))
+        try:
+            for part in parts:
+                written = 0
+                while written < len(part):
+                    written += os.write(file, part[written:])
+        except OSError as error:
+            raise UserError(f"{self.path}: {error.strerror}; make room, and restart the table server") from None
+        return total
+
+    def remove(self) -> None:
+        """The run has ended: forget it."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+        self.bytes_ = 0
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+
+def _read_record(file: BinaryIO) -> list[bytes] | None:
+    """The frames of the next record; None if it is not complete."""
+    number = file.read(NUMBER_BYTES)
+    num_frames = int.from_bytes(number, "little")
+    if len(number) < NUMBER_BYTES or num_frames > MAX_FRAMES:
+        return None
+    lengths, check = file.read(NUMBER_BYTES * num_frames), file.read(NUMBER_BYTES)
+    if check != zlib.crc32(number + lengths).to_bytes(NUMBER_BYTES, "little"):
+        return None
+    sizes = [int.from_bytes(lengths[i : i + NUMBER_BYTES], "little") for i in range(0, len(lengths), NUMBER_BYTES)]
+    frames = [file.read(size) for size in sizes]
+    return frames if all(len(frame) == size for frame, size in zip(frames, sizes, strict=True)) else None

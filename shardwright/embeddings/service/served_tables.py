@@ -1,0 +1,194 @@
+"""Tables whose rows are owned by table servers: what a rank does in a step. Their `Exchange`, beside the collectives.
+
+Rows that a rank has read stay in copies (copies/row_copies.py), each valid for as many batches as its bound allows;
+with bounds of 0 every copy is validated in every batch, and its row sent if another rank has changed it: training is
+exact. Phases:
+    copies      find lines for the distinct rows of a batch
+    fetch       one call to each server: rows and versions of copies to validate; the reply has leases, and the rows
+                that must be sent. It waits at the server until the updates of all ranks of the step before are there
+    update      one call to each server with updates, which nobody waits for; copies, from own gradients
+    flush       before state is read: all updates are pushed, and copies are dropped
+
+Shape legend: U distinct rows of a batch, V rows with updates, D columns.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwright.comm.pending import Pending
+from shardwright.comm.transport.arrays import Message
+from shardwright.comm.transport.servers import Connector, NoServers
+from shardwright.embeddings.copies.bounded_group import BoundedGroup, CopiedBatch, CopyCounts
+from shardwright.embeddings.copies.updates import RowUpdates
+from shardwright.embeddings.layout import Layout
+from shardwright.embeddings.outgoing import DistinctRows
+from shardwright.embeddings.service import calls
+from shardwright.embeddings.service.owned_rows import GroupRead, GroupSpec, OwnedSpec, Push
+from shardwright.layers.embedding import EmbeddingTables
+from shardwright.spec.optimizer import SparseOptimizer
+
+
+class ServedTables:
+    """The groups of tables on servers; there may be none."""
+
+    def __init__(self, bags: EmbeddingTables, layout: Layout, servers: Connector | None) -> None:
+        self.bags, self._num_ranks = bags, len(layout.table_groups)
+        self.servers: Connector = servers or NoServers()
+        self.connections = [self.servers.connect(server) for server, _ in enumerate(layout.served)]
+        keys = {group.bounded for groups in layout.served for group in groups}
+        self.groups = [BoundedGroup(bags, layout, key) for key in sorted(keys)]
+        self.table_names = frozenset(table.name for group in self.groups for table in group.tables)
+        exchanged = sorted(layout.row_exchange_tables)
+        # By group, its tables among those whose rows are exchanged.
+        self._positions = [[exchanged.index(table) for table in group.numbers.first_row] for group in self.groups]
+        self._round = 0
+        self._unconfirmed: list[Pending[Message]] = []  # pushes
+
+    def open(self) -> None:
+        """Tell the servers which rows they own."""
+        pending = [
+            connection.call(calls.open_call(self._owned_spec(server)))
+            for server, connection in enumerate(self.connections)
+        ]
+        for reply in pending:
+            reply.wait()
+
+    def _owned_spec(self, server: int) -> OwnedSpec:
+        groups = tuple(
+            GroupSpec(
+                group.names,
+                group.numbers.num_rows_of(server),
+                group.dim,
+                group.tables[0].dtype,
+                group.pull,
+            )
+            for group in self.groups
+        )
+        return OwnedSpec(self._num_ranks, self.optimizer, groups)
+
+    def find_copies(self, distinct: DistinctRows, *, training: bool) -> list[CopiedBatch]:
+        """Without training, all rows are requested; all updates must be pushed."""
+        by_table, batches = distinct.by_table(), []
+        for group, positions in zip(self.groups, self._positions, strict=True):
+            if training:
+                group.check_steps(self.bags.steps)  # equal on all ranks
+            firsts = group.numbers.first_row.values()
+            rows = [by_table[position].long() + first for position, first in zip(positions, firsts, strict=True)]
+            batches.append(group.find_copies(torch.cat(rows), training=training))
+        return batches
+
+    def find_rows(self, distinct: DistinctRows) -> list[CopiedBatch]:
+        """All phases before the lookup, without training."""
+        batches = self.find_copies(distinct, training=False)
+        self.fetch(batches).wait()
+        return batches
+
+    def fetch(self, batches: Sequence[CopiedBatch]) -> Pending[None]:
+        """One call to each server; the copies of the batch are renewed when its replies are waited for."""
+        requests = [[*group.validation_requests(batch)] for group, batch in zip(self.groups, batches, strict=True)]
+        replies = []
+        for server, connection in enumerate(self.connections if batches else ()):
+            reads = []
+            for group, by_server in zip(self.groups, requests, strict=True):
+                rows, versions, _, _ = by_server[server]
+                reads.append(GroupRead(group.numbers.local_rows(rows), versions))
+            replies.append(connection.call(calls.read_call(self._round, reads)))
+
+        def receive() -> None:
+            by_server = [calls.parse_answer(reply.wait()) for reply in replies]
+            self._confirm()
+            for group, batch, of_group in zip(self.groups, batches, zip(*by_server, strict=True), strict=True):
+                renewals, values = zip(*of_group, strict=True)
+                group.receive_renewals(batch, torch.cat(renewals))
+                batch.values_FX = torch.cat(values)
+
+        return Pending(receive if batches else lambda: None)
+
+    def _confirm(self) -> None:
+        """Take the confirmations of earlier pushes; a read that was answered after them says that they are here."""
+        for pending in self._unconfirmed:
+            pending.wait()
+        self._unconfirmed = []
+
+    def read(self, batches: Sequence[CopiedBatch]) -> dict[int, Tensor]:
+        """The rows of a batch by table, among those whose rows are exchanged."""
+        rows_by_table: dict[int, Tensor] = {}
+        for group, positions, batch in zip(self.groups, self._positions, batches, strict=True):
+            assert batch.values_FX is not None
+            rows_UD = group.read(batch, batch.values_FX, self.optimizer)
+            rows_by_table |= zip(positions, rows_UD.split(group.numbers.counts(batch.rows_U)), strict=True)
+        return rows_by_table
+
+    def keep_gradients(self, batches: Sequence[CopiedBatch], sums: Sequence[Tensor]) -> None:
+        """`sums`: of the gradients of rows, by table whose rows are exchanged."""
+        for positions, batch in zip(self._positions, batches, strict=True):
+            batch.grad_UD = torch.cat([sums[position] for position in positions])
+
+    def update(self, batches: Sequence[CopiedBatch], optimizer: SparseOptimizer, steps: Mapping[str, int]) -> None:
+        """Push updates to the servers, and update copies from own gradients."""
+        if not batches:
+            return
+        by_group = []
+        for group, batch in zip(self.groups, batches, strict=True):
+            assert batch.grad_UD is not None and batch.copies is not None
+            rows_and_counts = [(rows, counts) for _, _, rows, counts in group.validation_requests(batch)]
+            values = group.updates_to_push(batch, batch.grad_UD, optimizer)
+            by_group.append([(*pair, part) for pair, part in zip(rows_and_counts, values, strict=True)])
+            group.copies.update(
+                batch.copies, batch.grad_UD.index_select(0, batch.other_R), optimizer, group.max_step(steps)
+            )
+        self._push(by_group, optimizer, steps)
+
+    def _push(
+        self,
+        by_group: Sequence[Sequence[tuple[Tensor, Tensor, Tensor]]],
+        optimizer: SparseOptimizer,
+        steps: Mapping[str, int],
+    ) -> None:
+        """By group and server: rows, numbers of updates, and their sums."""
+        numbers = tuple(group.max_step(steps) for group in self.groups)
+        for server, connection in enumerate(self.connections):
+            updates = []
+            for group, by_server in zip(self.groups, by_group, strict=True):
+                rows, counts, values = by_server[server]
+                sums, squares = values.split([group.dim, group.update_width - group.dim], 1)
+                updates.append(RowUpdates(group.numbers.local_rows(rows), counts, sums, squares))
+            message = calls.push_call(self._round, Push(optimizer, numbers, tuple(updates)))
+            self._unconfirmed.append(connection.call(message))
+        self._round += 1
+
+    def cancel(self) -> None:
+        """End a batch whose step has failed."""
+        for group in self.groups:
+            group.copies.cancel()
+
+    def flush(self) -> None:
+        """Push all updates and drop all copies, between steps. All ranks call it."""
+        if not any(group.copies.num_batches for group in self.groups):  # since the last time; equal on all ranks
+            return
+        by_group = []
+        for group in self.groups:
+            unpushed = group.copies.drop()
+            owners = group.numbers.owners(unpushed.rows_V)
+            pushed = unpushed.select(owners.argsort(stable=True))
+            sizes = torch.bincount(owners, minlength=len(self.connections)).tolist()
+            columns = pushed.rows_V, pushed.counts_V, torch.cat([pushed.sums_VD, pushed.squares_VS], 1)
+            by_group.append([*zip(*(column.split(sizes) for column in columns), strict=True)])
+        self._push(by_group, self.optimizer, self.bags.steps)
+        self._confirm()
+
+    def counts(self) -> dict[str, CopyCounts]:
+        """By group, named after its tables."""
+        return {group.names: group.counts for group in self.groups}
+
+    @property
+    def round(self) -> int:
+        """The next round, before which rows are read."""
+        return self._round
+
+    @property
+    def optimizer(self) -> SparseOptimizer:
+        assert self.bags.optimizer is not None
+        return self.bags.optimizer
