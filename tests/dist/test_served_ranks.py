@@ -13,7 +13,7 @@ from drawn import examples
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from table_servers import ServerProcess
-from test_bounded_ranks import NUM_ROWS, SAMPLES, CountingModel, bounded_plan, click_batch, streams
+from test_bounded_ranks import NUM_ROWS, CountingModel, bounded_plan, click_batch, streams
 from test_steps import STEPS, assert_same, batch, make_model, single_plan, take, train_reference
 
 from shardwright.comm.transport.servers import TableServers
@@ -83,3 +83,143 @@ def test_bounds_of_0_train_like_one_process(ranks, servers, optimizer):
         counts = next(iter(answers[0][3].values()))
         assert counts.sent < counts.validated == counts.pushed == counts.read
         assert sum(counts.missed) == 0, "counted by the servers"
+
+
+def count(world: int, sync: Bounded, batches, overlap: bool, addresses):
+    """Run on a rank: the reads of this rank, and the table at the end on rank 0."""
+    rank = int(os.environ["RANK"])
+    model = CountingModel(rank, world)
+    single = plan_single_process(model, describe(model, click_batch(batches[0][0])), ())
+    plan = served_plan(single, world, sync, ("t",), len(addresses))
+    mesh = mesh_for(plan, servers=TableServers(addresses))
+    job = build(model, plan, mesh, optimizer=lambda p: torch.optim.SGD(p, 0.0), overlap=overlap)
+    for _ in job.run(click_batch(by_rank[rank]) for by_rank in batches):
+        pass
+    weight = next(value for name, value in job.state().tensors.items() if name.endswith("t.weight"))
+    mesh.close()
+    return model.dense.read, None if weight.is_meta else weight
+
+
+@examples(6)
+def test_reads_miss_no_more_than_the_bound_and_no_update_is_lost(ranks, servers, examples):
+    @seed(0)
+    @settings(database=None, max_examples=examples)
+    @given(streams(), st.booleans())
+    def check_example(stream, overlap):
+        world, sync, batches = stream
+        answers = ranks.run(world, count, world, sync, batches, overlap, servers)
+        produced = torch.zeros(NUM_ROWS, world)
+        for step, by_rank in enumerate(batches):
+            for rank, (read, _) in enumerate(answers):
+                rows, weights = read[step]
+                assert torch.equal(rows, by_rank[rank])
+                missed = produced[rows] - weights
+                assert missed[:, rank].abs().max() < 1e-6 and missed.min() > -1e-6
+                assert missed.sum(1).max() < sync.pull + (world - 1) * sync.push + 1e-6
+            for rank, rows in enumerate(by_rank):
+                produced[rows, rank] += 1
+        torch.testing.assert_close(answers[0][1].float(), produced, rtol=0, atol=1e-5)
+
+    check_example()
+
+
+def resume(world: int, optimizer, addresses, sync: Bounded, folder: str, steps: int):
+    """Run on a rank: logits of the second half of the steps, from the checkpoint."""
+    model = make_model(optimizer)
+    single = single_plan(model)
+    plan = served_plan(single, world, sync, ("t0", "t2"), len(addresses)) if addresses else sharded(single, world)
+    mesh = mesh_for(plan, servers=TableServers(addresses) if addresses else None)
+    job = build(model, plan, mesh, optimizer=lambda p: torch.optim.Adam(p, 0.01))
+    job.load(f"{folder}/step-{steps // 2:08d}")
+    begin, end = 24 * mesh.rank // world, 24 * (mesh.rank + 1) // world
+    outputs = [out.logits for out in job.run(take(batch(step), begin, end) for step in range(steps // 2, steps))]
+    state = job.state()
+    mesh.close()
+    return outputs, {name: value for name, value in state.tensors.items() if not value.is_meta}
+
+
+def sharded(single: Plan, world: int) -> Plan:
+    return replace(bounded_plan(single, world, Exact(), names=()), stages=step_stages(ids_after="read"))
+
+
+@pytest.mark.parametrize("sync", (EXACT, Bounded(6, 2, 320)))
+def test_checkpoints_load_on_servers_and_on_ranks(ranks, servers, tmp_path, sync):
+    optimizer, steps = Adam(0.01), 8
+    answers = ranks.run(3, train, 3, optimizer, servers, True, sync, str(tmp_path), steps)
+    again = ranks.run(3, resume, 3, optimizer, servers, sync, str(tmp_path), steps)
+    for (outputs, *_), (resumed, _) in zip(answers, again, strict=True):
+        assert all(map(torch.equal, outputs[steps // 2 :], resumed)), "to the bit, on the same ranks and servers"
+    assert_same(answers[0][2], again[0][1])
+    if sync == EXACT:
+        for world, addresses in ((2, servers[:1]), (2, ())):
+            others = ranks.run(world, resume, world, optimizer, addresses, sync, str(tmp_path), steps)
+            assert_same(others[0][1], answers[0][2])
+
+
+def train_beside_kills(world, optimizer, addresses, sync, seconds):
+    """Run on a rank: as `train`, with pauses, so that the run lasts `seconds` or more."""
+    model = make_model(optimizer)
+    plan = served_plan(single_plan(model), world, sync, ("t0", "t2"), len(addresses))
+    mesh = mesh_for(plan, servers=TableServers(addresses))
+    job = build(model, plan, mesh, optimizer=lambda p: torch.optim.Adam(p, 0.01))
+    begin, end = 24 * mesh.rank // world, 24 * (mesh.rank + 1) // world
+    outputs = []
+    for out in job.run(take(batch(step), begin, end) for step in range(60)):
+        time.sleep(seconds / 60)
+        outputs.append(out.logits)
+    state = job.state()
+    mesh.close()
+    return outputs, {name: value for name, value in state.tensors.items() if not value.is_meta}
+
+
+@pytest.mark.parametrize("sync", (EXACT, Bounded(6, 2, 320)))
+def test_a_killed_server_that_is_started_again_loses_nothing(ranks, tmp_path, sync):
+    generator = torch.Generator().manual_seed(sync.pull)
+    with ExitStack() as stack:
+        processes = [ServerProcess(tmp_path / f"journal{number}") for number in range(2)]
+        for process in processes:
+            stack.callback(process.stop)
+        addresses = tuple(process.address for process in processes)
+        expected = ranks.run(2, train_beside_kills, 2, AdaGrad(0.1), addresses, sync, 0.0)
+        killed = []
+
+        def kill() -> None:
+            for number in (0, 1, 1, 0):
+                time.sleep(0.5 + float(torch.rand(1, generator=generator)) * 0.5)
+                processes[number].kill()
+                processes[number].start()
+                killed.append(number)
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+        answers = ranks.run(2, train_beside_kills, 2, AdaGrad(0.1), addresses, sync, 8.0, seconds=200.0)
+        thread.join()
+    assert len(killed) == 4, "the faults have fired"
+    for (outputs, state), (expected_outputs, expected_state) in zip(answers, expected, strict=True):
+        assert all(map(torch.equal, outputs, expected_outputs))
+        assert all(torch.equal(state[name], value) for name, value in expected_state.items())
+
+
+def test_a_server_without_a_journal_says_that_the_rows_are_lost(ranks):
+    process = ServerProcess()
+    try:
+        timer = threading.Timer(4.0, lambda: (process.kill(), process.start()))
+        timer.start()
+        with pytest.raises(Exception, match="no longer has the rows of this run"):
+            ranks.run(2, train_beside_kills, 2, AdaGrad(0.1), (process.address,), EXACT, 20.0)
+        timer.join()
+    finally:
+        process.stop()
+
+
+def refused(world: int, addresses, message: str):
+    model = make_model(AdaGrad(0.1))
+    plan = served_plan(single_plan(model), world, EXACT, ("t0", "t2"), len(addresses))
+    mesh = mesh_for(plan, servers=TableServers(addresses, timeout_seconds=1.0))
+    with pytest.raises(UserError, match=message):
+        build(model, plan, mesh, optimizer=lambda p: torch.optim.Adam(p, 0.01))
+    mesh.close()
+
+
+def test_a_server_that_is_not_there_is_named(ranks):
+    ranks.run(2, refused, 2, ("tcp://127.0.0.1:9",), "table server tcp://127.0.0.1:9: no reply for 1 s")

@@ -165,8 +165,9 @@ class ServedTables:
             group.copies.cancel()
 
     def flush(self) -> None:
-        """Push all updates and drop all copies, between steps. All ranks call it."""
-        if not any(group.copies.num_batches for group in self.groups):  # since the last time; equal on all ranks
+        """Push all updates and drop all copies, between steps; wait until those of all ranks have been applied, and
+        until what other ranks have written is there. All ranks call it."""
+        if not self.groups:
             return
         by_group = []
         for group in self.groups:
@@ -177,16 +178,15 @@ class ServedTables:
             columns = pushed.rows_V, pushed.counts_V, torch.cat([pushed.sums_VD, pushed.squares_VS], 1)
             by_group.append([*zip(*(column.split(sizes) for column in columns), strict=True)])
         self._push(by_group, self.optimizer, self.bags.steps)
+        none = torch.empty(0, dtype=torch.int64)
+        call = calls.read_call(self._round, [GroupRead(none, none)] * len(self.groups))
+        for pending in [connection.call(call) for connection in self.connections]:
+            pending.wait()
         self._confirm()
 
     def counts(self) -> dict[str, CopyCounts]:
         """By group, named after its tables."""
         return {group.names: group.counts for group in self.groups}
-
-    @property
-    def round(self) -> int:
-        """The next round, before which rows are read."""
-        return self._round
 
     @property
     def optimizer(self) -> SparseOptimizer:
