@@ -16,6 +16,7 @@ from shardwright.comm.transport.keys import check_address, load_keys, secure_soc
 from shardwright.errors import UserError
 
 TIMEOUT_SECONDS = 60.0
+PING_NUMBER = 0  # other calls count from 1
 PING_SECONDS = 0.5  # without a message of a server, until it is asked which calls it has
 CONNECT_TIMEOUT_MILLISECONDS = 3000
 LINGER_MILLISECONDS = 1000  # for the last messages to a server
@@ -94,7 +95,7 @@ class ServerConnection:
                     "(`shardwright serve-tables`), with the keys created together with this run's?"
                 )
             if now - asked > PING_SECONDS:
-                self._send(self._numbered(Message({"call": "ping", "without_reply": [*self._unanswered]}), 0))
+                self._send(self._numbered(Message({"call": "ping", "without_reply": [*self._unanswered]}), PING_NUMBER))
                 asked = now
         return self._replies.pop(number)
 
@@ -115,11 +116,11 @@ class ServerConnection:
             for number in missing:
                 if number in self._unanswered:
                     self._send(self._unanswered[number])
-        number = header.get("number", 0)
+        number = header.get("number")
+        if "error" in header and (number in self._unanswered or number == PING_NUMBER):
+            raise UserError(f"table server {self.address}: {header['error']}")
         if number not in self._unanswered:
             return  # a second reply, or of a ping
-        if "error" in header:
-            raise UserError(f"table server {self.address}: {header['error']}")
         del self._unanswered[number]
         self._replies[number] = message
 
