@@ -48,6 +48,7 @@ FROZEN_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("recipe", ()),
     ("report", ("--output",)),
     ("serve", ("--follow", "--host", "--port", "--verify")),
+    ("serve-tables", ("--bind", "--journal", "--keys", "--new-keys")),
     ("train", ("--dry-run",)),
 )
 

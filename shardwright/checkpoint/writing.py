@@ -14,7 +14,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -230,10 +230,11 @@ def _lower_priority() -> None:
 
 
 def _close_stored(rectangles: Sequence[Rectangle]) -> None:
-    """End the snapshots of rows that are not in memory."""
-    for rect in rectangles:
-        if rect.stored is not None:
-            rect.stored.close()
+    """End the snapshots of rows that are not in memory, also if some cannot be ended; raises the first error."""
+    with ExitStack() as stack:
+        for rect in rectangles:
+            if rect.stored is not None:
+                stack.callback(rect.stored.close)
 
 
 def _enumerate_by_name(rectangles: Sequence[Rectangle]) -> Iterator[tuple[tuple[str, int], Rectangle]]:

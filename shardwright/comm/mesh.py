@@ -196,7 +196,7 @@ class Mesh:
     ranks of a group compare each collective before they issue it, which costs two blocking all-gathers, and report
     the first difference. `memory`: use shared memory between ranks of a host. `groups`: the groups to make (no axes:
     along all), first the default lane's along all axes; default: on every lane of `lanes` along every set of axes. On
-    the CPU each lane has a thread that waits, and each hierarchical group its own. `servers`: of tables.
+    the CPU each lane has a thread that waits, and each hierarchical group its own.
     """
 
     def __init__(
@@ -209,9 +209,9 @@ class Mesh:
         check: bool = False,
         memory: bool = True,
         groups: Sequence[LaneAxes] | None = None,
-        servers: TableServers | None = None,
     ) -> None:
-        self.check, self.servers = check, servers
+        self.check = check
+        self.servers: TableServers | None = None  # given by `mesh_for`
         self.server_connector: ServerConnector | None = None  # of the last job on this mesh
         self.axes = tuple(axes)
         self.lanes = tuple(dict.fromkeys(lane for lane, _ in groups or ())) or tuple(lanes) or (DEFAULT_LANE,)

@@ -88,8 +88,7 @@ class ShardedTables(NotCopied):
     ) -> None:
         self.bags, self.layout, self.lanes, self.orders = bags, layout, lanes, orders
         self._caches = caches  # whose folder lives as long as the tables
-        self.growth = initial_growth(bags)
-        self.rank = lanes.wire.index
+        self.growth, self.rank = initial_growth(bags), lanes.wire.index
         self.table_groups = layout.table_groups[self.rank]
         self.local_shards = [
             LocalShards(table_group, bags, orders, device, caches, in_flight) for table_group in self.table_groups
@@ -104,7 +103,6 @@ class ShardedTables(NotCopied):
         self.bounded = BoundedTables(bags, layout, self.local_shards, lanes.ids)
         self.served = ServedTables(bags, layout, servers)
         self.copied_tables = self.bounded, self.served
-        self._copied_names = self.bounded.table_names | self.served.table_names
         self._used = UsedFeatures(bags, layout, self.local_shards, lanes.wire)
         self._rows: dict[TableShard, IndexRange | Tensor] = {}
         self.train: Callable[[Jagged], Vectors] | None = None  # the lookup of a user training loop, while there is one
@@ -214,7 +212,7 @@ class ShardedTables(NotCopied):
         return result
 
     def expect(self, routed: RoutedBatch) -> None:
-        """Announce the rows of a batch to the caches of this rank."""
+        """Announce the rows of a batch to this rank's caches."""
         self.placer.expect(routed)
 
     def forget(self) -> None:
@@ -383,17 +381,19 @@ class ShardedTables(NotCopied):
     ) -> Collection[str]:
         """One optimizer step of this rank's shards. Communicates as TableUpdater and UsedFeatures do."""
         ids = [placed.update_ids for placed in routed.placed]
+        used_rows: list[Tensor] = []
         if not all(gradients.used_features):
+            used_rows = self._used.used_rows(routed.outgoing, gradients.used_features)
             lookups = [
                 (batch.outgoing, [request.unpooled_counts for request in batch.incoming]) for batch in routed.lookups
             ]
             ids, gradients = self._used.restrict(lookups, ids, gradients)
         self._updater.run(ids, gradients, OptimizerStep(optimizer, steps))
         self.bounded.update(routed.copied, optimizer, steps)
-        self.served.update(routed.served, optimizer, steps)
+        self.served.update(routed.served, optimizer, steps, used_rows)
         self.release(routed, written=True)
         used = zip(self.bags.features, gradients.used_features, strict=True)
-        return {feature.name for feature, is_used in used if is_used or feature.table in self._copied_names}
+        return {feature.name for feature, is_used in used if is_used or feature.table in self.bounded.table_names}
 
 
 def _unpooled_dims(table_group: TableGroup) -> list[int]:

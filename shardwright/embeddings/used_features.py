@@ -101,6 +101,16 @@ class UsedFeatures:
         sums = {i: self._restrict_sums(i, sums.wait(), restricted[i]) for i, sums in received.replica_sums.items()}
         return restricted, replace(received, gradients=gradients, replica_sums=sums)
 
+    def used_rows(self, outgoing: OutgoingRequest, used: Sequence[bool]) -> list[Tensor]:
+        """By table whose rows are exchanged, (U,) mask of the distinct rows that used features of this rank read."""
+        reader_is_used = [used[i] for i, table in enumerate(self._table_of) if table in self._exchanged]
+        ids = outgoing.distinct_rows.ids
+        is_read = [torch.zeros(count, dtype=torch.uint8) for count in outgoing.distinct_rows.counts]
+        for (values, _, _), table, flag in zip(ids.split_by_feature(), ids.tables, reader_is_used, strict=True):
+            if flag:
+                is_read[table][values.long()] = 1
+        return is_read
+
     def _exchange_masks(
         self,
         outgoing: OutgoingRequest,
@@ -109,12 +119,7 @@ class UsedFeatures:
         partly_used: set[int],
     ) -> Iterator[tuple[tuple[int, int], Tensor]]:
         """((index of table group, stream), (N,) mask) of the rows that used features of all clients read."""
-        reader_is_used = [used[i] for i, table in enumerate(self._table_of) if table in self._exchanged]
-        ids = outgoing.distinct_rows.ids
-        is_read = [torch.zeros(count, dtype=torch.uint8) for count in outgoing.distinct_rows.counts]
-        for (values, _, _), table, flag in zip(ids.split_by_feature(), ids.tables, reader_is_used, strict=True):
-            if flag:
-                is_read[table][values.long()] = 1
+        is_read = self.used_rows(outgoing, used)
         messages: list[list[Tensor]] = [[] for _ in self._layout.table_groups]
         for server, group in self._layout.request_targets(self._group.index):
             for stream in group.unpooled:

@@ -24,6 +24,8 @@ def reprice_plan(problem: Problem, plan: Plan) -> Candidate:
     """Predict the step of a plan at this problem's batch size, on its cluster, with the plan's shards, tiers and
     precision. Its stages are kept if the planner could have made them; else the best order is taken."""
     num_ranks = problem.cluster.num_ranks
+    if plan.servers:
+        raise UserError("the plan has tables on servers, whose steps this version does not predict")
     if plan.num_ranks != num_ranks:
         raise UserError(f"the plan is for {axes_text(plan.axes)}; {problem.cluster.name} has {num_ranks} ranks")
     precision = Precision(

@@ -234,15 +234,18 @@ def _check_bounded_training(sparse: EmbeddingTables, options: _Options) -> None:
     """Raise for what tables with bounded staleness do not support."""
     optimizer = sparse.optimizer
     if optimizer is None or not all(weight.requires_grad for weight in sparse.parameters()):
-        raise UserError(f"tables with bounded staleness are trained, but some of these are frozen: {EXACT_REMEDY}")
+        raise UserError(
+            f"tables with bounded staleness, or on servers, are trained, but some of these are frozen: {EXACT_REMEDY}"
+        )
     if optimizer.clip or optimizer.weight_decay:
         raise UserError(
             f"the tables' optimizer has clip={optimizer.clip:g}, weight_decay={optimizer.weight_decay:g}; bounded "
-            f"staleness supports neither, since it pushes several steps as one: set both to 0, or {EXACT_REMEDY}"
+            f"staleness and table servers support neither: set both to 0, or {EXACT_REMEDY}"
         )
     if options.accumulate > 1:
         raise UserError(
-            f"accumulate={options.accumulate} does not work with bounded staleness: set accumulate=1, or {EXACT_REMEDY}"
+            f"accumulate={options.accumulate} does not work with bounded staleness or table servers: set accumulate=1, "
+            f"or {EXACT_REMEDY}"
         )
 
 

@@ -89,7 +89,9 @@ def mesh_for(plan: Plan, timeout_seconds: float = 60.0, servers: TableServers | 
         groups += [(lane, plan.dense.shard) for lane in SHARD_LANES]
         groups += [(DENSE, plan.dense.replicate)] if plan.dense.replicate else []
     groups += expert_groups(plan)
-    return Mesh(plan.mesh_axes, groups=groups, timeout_seconds=timeout_seconds, servers=servers)
+    mesh = Mesh(plan.mesh_axes, groups=groups, timeout_seconds=timeout_seconds)
+    mesh.servers = servers
+    return mesh
 
 
 def announced_axes(plan: Plan) -> tuple[str, ...]:

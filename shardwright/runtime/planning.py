@@ -28,7 +28,15 @@ from shardwright.planner.pins import LayerRequest, TableRequest
 from shardwright.planner.plan import PlanningResult, make_plan
 from shardwright.planner.step import prediction
 from shardwright.planner.step.loop_cost import LoopCost
-from shardwright.planner.step.stages import NO_BODIES, ONE_RANK, ONE_RANK_GPU, step_stages, with_copies, with_prefetch
+from shardwright.planner.step.stages import (
+    NO_BODIES,
+    ONE_RANK,
+    ONE_RANK_GPU,
+    has_copies,
+    step_stages,
+    with_copies,
+    with_prefetch,
+)
 from shardwright.runtime.launch import launcher
 from shardwright.runtime.run import measure_loop, recipe
 from shardwright.spec import files, presets
@@ -166,7 +174,7 @@ def allow_staleness(plan: Plan, bounds: Mapping[str, Bounded]) -> Plan:
 
 
 def keep_on_servers(plan: Plan, bounds: Mapping[str, Bounded], servers: int = 1) -> Plan:
-    """The plan with the rows of these tables on so many table servers, in equal parts.
+    """The plan with the rows of these tables on `servers` table servers, in equal parts.
 
     `Bounded(0, 0, copies)` is exact: a rank keeps copies of rows that it has read, and asks for each batch which of
     them other ranks have changed. Larger bounds ask less often; they add the needed "staleness<=N" to `allow`.
@@ -175,6 +183,12 @@ def keep_on_servers(plan: Plan, bounds: Mapping[str, Bounded], servers: int = 1)
     for name in bounds:
         if name not in names:
             raise UserError(f'no table "{name}" in the plan{did_you_mean(name, names)}')
+    if servers < 1:
+        raise UserError(f"servers is {servers}; wanted 1 or more")
+    if has_copies(plan.stages):
+        raise UserError(
+            "the plan has tables with bounded staleness on ranks, or on servers, already: start from one without"
+        )
     tables = tuple(_on_servers(plan, table, bounds.get(table.table), servers) for table in plan.tables)
     most = max((sync.max_missed(plan.num_ranks) for sync in bounds.values()), default=0)
     allow = plan.allow if max_staleness(plan.allow) >= most else (*plan.allow, f"staleness<={most}")

@@ -3,7 +3,7 @@
 import secrets
 
 from shardwright.comm.mesh import Mesh
-from shardwright.comm.transport.servers import ServerConnector, TableServers
+from shardwright.comm.transport.servers import Caller, ServerConnector, TableServers
 from shardwright.embeddings.exchange import ShardedTables
 from shardwright.embeddings.service import remote_rows
 from shardwright.errors import UserError
@@ -29,7 +29,9 @@ def connect_servers(mesh: Mesh) -> ServerConnector | None:
         mesh.server_connector.close()
     ranks = RankGroup(mesh)
     run = ranks.broadcast_text(secrets.token_hex(8) if ranks.is_first else "")
-    mesh.server_connector = ServerConnector(mesh.servers, run, ranks.rank)
+    heartbeat = mesh.heartbeat
+    caller = Caller(run, ranks.rank, heartbeat.find_lost_peer) if heartbeat is not None else Caller(run, ranks.rank)
+    mesh.server_connector = ServerConnector(mesh.servers, caller)
     return mesh.server_connector
 
 

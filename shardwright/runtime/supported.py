@@ -8,7 +8,7 @@ from shardwright.spec.plan import TABLE_DTYPES, Bounded, Exact, Plan, TablePlan,
 from shardwright.spec.row_cache import DISK, GPU, HOST
 from shardwright.spec.workload import Table
 
-EXACT_REMEDY = 'remove "staleness<=N" from allow, or leave the table out of allow_staleness'
+EXACT_REMEDY = 'remove "staleness<=N" from allow, or leave the table out of allow_staleness or keep_on_servers'
 
 
 def is_single_process(plan: Plan) -> bool:
@@ -96,8 +96,8 @@ def _refuse_bounded(plan: Plan, planned: TablePlan, table: Table) -> None:
     for fault, is_fault in faults:
         if is_fault:
             raise UserError(
-                f'table "{planned.table}" has bounded staleness and {fault}, which this version does not support '
-                f"together: {EXACT_REMEDY}"
+                f'table "{planned.table}" has bounded staleness or is on servers, and {fault}, which this version '
+                f"does not support together: {EXACT_REMEDY}"
             )
 
 

@@ -60,7 +60,8 @@ class UserLoop:
         """This rank's local batches, checked and on its device; all ranks must have the same number."""
         if has_copies(self._step.stages):
             raise UserError(
-                f"job.loader does not support tables with bounded staleness: train in job.run, or {EXACT_REMEDY}"
+                "job.loader does not support tables with bounded staleness or on servers: train in job.run, or "
+                f"{EXACT_REMEDY}"
             )
         self.stop()
         self._tracer, self._step.is_watched = tracer, False  # the heartbeat is that of `_run`

@@ -1,6 +1,7 @@
 """Arrays in messages: a JSON header with the type and shape of each, and their raw bytes. Must not import torch."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import zmq
 
-NUMERIC_KINDS = "iufb"  # numpy dtype kinds of plain numbers
+NUMERIC_DTYPE = r"[<>|][iufb][1248]"  # numpy dtypes of plain numbers
 ALIGNMENT = 8  # bytes; a small frame may start at any address of the receive buffer
 WORD = 8  # bytes, of which a checksum is the sum
 
@@ -38,7 +39,7 @@ def decode_message(frames: Sequence[zmq.Frame]) -> Message | None:
         arrays = []
         for (dtype, shape, expected), frame in zip(specs, frames[1:], strict=True):
             array = view_array(dtype, shape, frame.buffer)
-            if checksum(array.reshape(-1).view(np.uint8)) != expected:
+            if not array.dtype.isnative or checksum(array.reshape(-1).view(np.uint8)) != expected:
                 return None
             arrays.append(array)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError, MemoryError):
@@ -48,9 +49,9 @@ def decode_message(frames: Sequence[zmq.Frame]) -> Message | None:
 
 def view_array(dtype: str, shape: Sequence[int], memory: memoryview) -> np.ndarray:
     """The array in some bytes; raises ValueError if they do not match."""
-    parsed_dtype = np.dtype(dtype)
-    if parsed_dtype.kind not in NUMERIC_KINDS:
+    if not re.fullmatch(NUMERIC_DTYPE, dtype):
         raise ValueError(dtype)
+    parsed_dtype = np.dtype(dtype)
     num_bytes = prod(shape) * parsed_dtype.itemsize
     if num_bytes != memory.nbytes or min(shape, default=0) < 0:
         raise ValueError(f"{num_bytes} bytes of {memory.nbytes}")

@@ -10,14 +10,21 @@ import re
 import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from shardwright.errors import UserError, check_regular_file
 
-REMEDY = (
-    "create keys with `shardwright reader keys DIR`, of table servers with `shardwright serve-tables --new-keys DIR`"
+READER_KEYS, SERVER_KEYS = "`shardwright reader keys DIR`", "`shardwright serve-tables --new-keys DIR`"
+REMEDIES = MappingProxyType(
+    {
+        "reader": f"create keys with {READER_KEYS}",
+        "table server": f"create keys with {SERVER_KEYS}",
+        "server": f"create keys with {SERVER_KEYS}",
+        "trainer": f"create keys with {READER_KEYS}, or of table servers with {SERVER_KEYS}",
+    }
 )
 KEY_CHARACTERS = 40
 
@@ -63,9 +70,9 @@ def load_keys(path: str, side: str) -> CurveKeys | None:
         keys = CurveKeys(**tomllib.loads(Path(path).read_text()))
         is_valid = zmq.curve_public(keys.secret.encode()).decode() == keys.public and len(keys.other) == KEY_CHARACTERS
     except (OSError, ValueError, TypeError, AttributeError, zmq.ZMQError) as error:
-        raise UserError(f"{path}: not a key file ({error}); {REMEDY}") from None
+        raise UserError(f"{path}: not a key file ({error}); {REMEDIES[side]}") from None
     if not is_valid:
-        raise UserError(f"{path}: its keys are incomplete or do not match; {REMEDY}")
+        raise UserError(f"{path}: its keys are incomplete or do not match; {REMEDIES[side]}")
     if keys.side != side:
         raise UserError(f"{path}: holds keys of a {keys.side}; give the file {side}.keys that was created with it")
     return keys
@@ -77,7 +84,9 @@ def check_address(address: str, keys: CurveKeys | None, remedy: str, service: st
     if not match or int(match[2]) >= 1 << 16:
         raise UserError(f'{service} "{address}"; wanted tcp://HOST:PORT, such as tcp://127.0.0.1:5700')
     if keys is None and not _is_loopback(match[1]):
-        raise UserError(f"{service} {address}: not on this host, and no keys are set; {REMEDY}, then {remedy}")
+        raise UserError(
+            f"{service} {address}: not on this host, and no keys are set; {REMEDIES[service]}, then {remedy}"
+        )
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,11 +1,16 @@
 """A rank's connections to servers: calls are sent at once, replies are waited for when they are needed.
 
-A call without a reply is repeated when its server says that it does not have it, as after a restart; the server drops
-the second of two. So a connection may break, and a server may be killed and restarted with its journal.
+Every call names the run, the rank and the number of the server in the plan. One without a reply is repeated when its
+server says that it does not have it, as after a restart; the server drops the second of two. So a connection may break,
+and a server may be killed and restarted with its journal.
 """
 
+import re
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Protocol
 
 import zmq
@@ -41,62 +46,92 @@ class TableServers:
         keys = load_keys(self.key_file, "trainer")
         for address in self.addresses:
             check_address(address, keys, "set key_file to DIR/trainer.keys", "table server")
+            if re.search(r"\*|:0+$", address):
+                raise UserError(
+                    f"table server {address}: not an address to connect to; wanted the host and port that it prints"
+                )
 
 
 class Connection(Protocol):
-    """Calls to one server."""
+    """Calls of a step to one server."""
 
     def call(self, message: Message) -> Pending[Message]:
         """Send a call; its reply."""
         ...
 
-    def close(self) -> None: ...
+
+class Connector(Protocol):
+    """A rank's connections to the servers of its plan."""
+
+    def connect(self, server: int) -> Connection:
+        """The connection of this rank's step."""
+        ...
+
+    def request(self, server: int, message: Message) -> Message:
+        """Send a call and wait for its reply, on a connection of its own; from any thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls a server; `explain_wait`: why a reply did not come while the server answers other messages."""
+
+    run: str
+    rank: int
+    explain_wait: Callable[[], Exception] = lambda: UserError("the updates of other ranks did not arrive in time")
 
 
 class ServerConnection:
-    """Calls of a rank to one server over a zmq DEALER socket."""
+    """Calls of a rank to one server over a zmq DEALER socket; one thread at a time may use it."""
 
-    def __init__(self, context: zmq.Context, servers: TableServers, address: str, run: str, rank: int) -> None:
-        self.address = address
-        self._timeout, self._identity = servers.timeout_seconds, {"run": run, "rank": rank}
+    def __init__(self, context: zmq.Context, servers: TableServers, server: int, caller: Caller) -> None:
+        self.address = servers.addresses[server]
+        self._timeout, self._caller = servers.timeout_seconds, caller
+        self._identity = {"run": caller.run, "rank": caller.rank, "server": server}
         self._socket = context.socket(zmq.DEALER)
         self._socket.connect_timeout = CONNECT_TIMEOUT_MILLISECONDS
         secure_socket(self._socket, load_keys(servers.key_file, "trainer"))
-        self._socket.connect(address)
-        self._number = 0
+        try:
+            self._socket.connect(self.address)
+        except zmq.ZMQError as error:
+            raise UserError(f"table server {self.address}: {zmq.strerror(error.errno or 0)}") from None
+        self._number = PING_NUMBER
         self._unanswered: dict[int, Message] = {}
         self._replies: dict[int, Message] = {}
 
     def call(self, message: Message) -> Pending[Message]:
         number = self._number = self._number + 1
-        self._unanswered[number] = numbered = self._numbered(message, number)
-        self._send(numbered)
+        self._unanswered[number] = with_identity = self._with_identity(message, number)
+        self._send(with_identity)
         return Pending(lambda: self._wait(number))
 
-    def close(self) -> None:
-        self._socket.close()
-
-    def _numbered(self, message: Message, number: int) -> Message:
+    def _with_identity(self, message: Message, number: int) -> Message:
         return Message({**message.header, **self._identity, "number": number}, message.arrays)
 
     def _send(self, message: Message) -> None:
+        if self._socket.closed:
+            raise UserError("this job has ended: its mesh was closed, or another job was built on it")
         self._socket.send_multipart(message.encode(), copy=False)
 
     def _wait(self, number: int) -> Message:
-        heard = asked = time.monotonic()
+        start = last_message_at = last_ping_at = time.monotonic()
         while number not in self._replies:
             if self._socket.poll(round(1000 * PING_SECONDS)):
                 self._receive()
-                heard = time.monotonic()
+                last_message_at = time.monotonic()
             now = time.monotonic()
-            if now - heard > self._timeout:
+            if now - last_message_at > self._timeout:
                 raise UserError(
                     f"table server {self.address}: no reply for {self._timeout:g} s; is it running there "
                     "(`shardwright serve-tables`), with the keys created together with this run's?"
                 )
-            if now - asked > PING_SECONDS:
-                self._send(self._numbered(Message({"call": "ping", "without_reply": [*self._unanswered]}), PING_NUMBER))
-                asked = now
+            if now - start > self._timeout and number not in self._replies:
+                raise self._caller.explain_wait()
+            if now - last_ping_at > PING_SECONDS:
+                ping = Message({"call": "ping", "without_reply": [*self._unanswered]})
+                with suppress(zmq.Again):  # if the server takes no messages at present
+                    self._socket.send_multipart(self._with_identity(ping, PING_NUMBER).encode(), zmq.NOBLOCK)
+                last_ping_at = now
         return self._replies.pop(number)
 
     def _receive(self) -> None:
@@ -112,10 +147,9 @@ class ServerConnection:
             self._take(message.header, message)
 
     def _take(self, header: Any, message: Message) -> None:
-        if missing := header.get("missing"):
-            for number in missing:
-                if number in self._unanswered:
-                    self._send(self._unanswered[number])
+        for number in header.get("missing", ()):
+            if number in self._unanswered:
+                self._send(self._unanswered[number])
         number = header.get("number")
         if "error" in header and (number in self._unanswered or number == PING_NUMBER):
             raise UserError(f"table server {self.address}: {header['error']}")
@@ -125,39 +159,54 @@ class ServerConnection:
         self._replies[number] = message
 
 
-class Connector(Protocol):
-    """Opens connections of a rank to the servers of its plan."""
-
-    def connect(self, server: int) -> Connection:
-        """A new connection; one thread at a time may use it."""
-        ...
-
-
 class ServerConnector:
-    """Opens zmq connections."""
+    """The zmq connections of a rank: for each server one of the step, and one for state, which other threads use."""
 
-    def __init__(self, servers: TableServers, run: str, rank: int) -> None:
-        self._context, self._servers, self._run, self._rank = zmq.Context(), servers, run, rank
-        self._first: dict[int, ServerConnection] = {}  # by server
+    def __init__(self, servers: TableServers, caller: Caller) -> None:
+        self._servers, self._caller = servers, caller
+        self._contexts = zmq.Context(), zmq.Context()  # of the step, and of state
+        self._connections: dict[int, ServerConnection] = {}
+        self._of_state: dict[int, ServerConnection] = {}
+        self._lock = Lock()
+        self._is_closed = False
 
     def connect(self, server: int) -> ServerConnection:
-        address = self._servers.addresses[server]
-        connection = ServerConnection(self._context, self._servers, address, self._run, self._rank)
-        self._first.setdefault(server, connection)
-        return connection
+        if server not in self._connections:
+            self._connections[server] = ServerConnection(self._contexts[0], self._servers, server, self._caller)
+        return self._connections[server]
+
+    def request(self, server: int, message: Message) -> Message:
+        with self._lock:
+            if self._is_closed:
+                raise UserError("this job has ended: its mesh was closed, or another job was built on it")
+            if server not in self._of_state:
+                connection = ServerConnection(self._contexts[1], self._servers, server, self._caller)
+                self._of_state[server] = connection
+            return self._of_state[server].call(message).wait()
 
     def close(self) -> None:
         """Tell the servers that this rank has ended; a server that is gone is not waited for."""
-        for connection in self._first.values():
-            connection.call(Message({"call": "close"}))
-        self._context.destroy(linger=LINGER_MILLISECONDS)
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for connection in self._connections.values():
+                connection.call(Message({"call": "close"}))
+            for context in self._contexts:
+                context.destroy(linger=LINGER_MILLISECONDS)
 
 
 class NoServers:
     """Of a plan without table servers."""
 
     def connect(self, server: int) -> Connection:
-        raise UserError(
+        raise self._error(server)
+
+    def request(self, server: int, message: Message) -> Message:
+        raise self._error(server)
+
+    def _error(self, server: int) -> UserError:
+        return UserError(
             f"the plan has tables on server {server}, and no servers are given: pass "
             "build(model, plan, mesh_for(plan, servers=TableServers(addresses)))"
         )

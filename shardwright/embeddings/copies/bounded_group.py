@@ -20,7 +20,7 @@ from shardwright.embeddings.layout import Layout, TableGroup
 from shardwright.embeddings.local_shards import LocalShards
 from shardwright.errors import UserError
 from shardwright.layers.embedding import EmbeddingTables
-from shardwright.spec.optimizer import SparseOptimizer, num_squares
+from shardwright.spec.optimizer import LAMB, Adam, PartialRowWiseAdam, SparseOptimizer, num_squares
 
 COUNTS = 2  # of rows to validate, of rows with updates
 Owners = Sequence[Sequence[TableGroup]]  # the table groups of each owner of rows
@@ -146,6 +146,7 @@ class BoundedGroup:
         self.names = ", ".join(table.name for table in self.tables)
         self.copies = RowCopies(num_lines, self.dim, bags.optimizer, push, dtype, self.names)
         lease = Lease(self.pull, len(layout.table_groups) - 1)
+        self._counts_steps = isinstance(bags.optimizer, Adam | PartialRowWiseAdam | LAMB)
         self._shards = shards
         flat = shards.flat if shards is not None else None
         weight = self.copies.weight_LD[:0] if flat is None else flat.weight
@@ -214,6 +215,8 @@ class BoundedGroup:
 
     def receive_renewals(self, batch: CopiedBatch, renewals_A2: Tensor) -> None:
         leases_A, batch.new_versions_A = renewals_A2.long().T
+        if self._rank < 0:  # servers do not report what copies missed
+            self.clocks.count_missed(batch.new_versions_A, batch.versions_A)
         batch.is_new_A = leases_A <= NEW_ROW
         batch.leases_A = torch.where(batch.is_new_A, NEW_ROW - leases_A, leases_A)
 
@@ -254,6 +257,15 @@ class BoundedGroup:
         values = torch.cat([pushed.sums_VD, pushed.squares_VS], 1)[batch.order_V]
         return list(values.split(batch.counts_R[:, 1].tolist()))
 
+    def update_only(self, batch: CopiedBatch, is_used_U: Tensor) -> None:
+        """Let the batch update only these of its rows, all of which others own."""
+        assert batch.copies is not None
+        batch.copies.is_updated_R = is_used_U[batch.other_R]
+        batch.copies.is_pushed_R &= batch.copies.is_updated_R
+        owner_V = self.numbers.owners(batch.copies.pushed_rows_V)
+        batch.order_V = owner_V.argsort(stable=True)
+        batch.counts_R[:, 1] = torch.bincount(owner_V, minlength=self._num_owners)
+
     def update(self, batch: CopiedBatch, optimizer: SparseOptimizer, steps: Mapping[str, int]) -> None:
         """Update own rows from the updates of all ranks, and copies from own gradients."""
         assert batch.copies is not None and batch.grad_UD is not None
@@ -273,11 +285,13 @@ class BoundedGroup:
 
     def check_steps(self, steps: Mapping[str, int]) -> None:
         """Raise if the tables have had different numbers of steps: their rows are updated in one call."""
+        if self._rank < 0 and not self._counts_steps:
+            return
         by_table = {table.name: steps[table.name] for table in self.tables}
         if len(set(by_table.values())) > 1:
             raise UserError(
                 f"tables that share copies of rows have had different numbers of steps, {by_table}: give each a "
-                "different pull or push, so that they do not share copies"
+                "different pull or push, so that they do not share copies, or leave one out of keep_on_servers"
             )
 
     def _to_updates(self, rows_V: Tensor, counts_V: Tensor, values: Tensor) -> RowUpdates:

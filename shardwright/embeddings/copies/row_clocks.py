@@ -30,11 +30,15 @@ class RowClocks:
         now_A = self.version_E[rows_A]
         is_copied_A = versions_A != NO_VERSION
         missed_A = now_A - versions_A
-        self.missed += torch.bincount(_bin(missed_A[is_copied_A]), minlength=HISTOGRAM_BINS)
+        self.count_missed(now_A, versions_A)
         left_A = self._lease.num_batches(missed_A)
         is_new_A = ~is_copied_A | (left_A < 0)
         leases_A = torch.where(is_new_A, self._lease.num_batches(torch.zeros_like(missed_A)), left_A)
         return is_new_A, leases_A, now_A
+
+    def count_missed(self, now_A: Tensor, versions_A: Tensor) -> None:
+        missed_A = (now_A - versions_A)[versions_A != NO_VERSION]
+        self.missed += torch.bincount(_bin(missed_A), minlength=HISTOGRAM_BINS)
 
     def apply(self, optimizer: SparseOptimizer, updates: Sequence[RowUpdates], step: int) -> Tensor:
         """One optimizer step from the updates of all ranks, added in the order of ranks; returns the rows."""

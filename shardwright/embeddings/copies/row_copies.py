@@ -15,7 +15,7 @@ whose updates are kept, L lines, E rows of a table, D columns, S columns of squa
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,17 +51,18 @@ class Lease:
         return batches.clamp(max=LONGEST_LEASE)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class BatchCopies:
     """Lines of a batch's rows. `is_expired_R`, `is_pushed_R`: whether the lease of a row has expired, and whether its
     updates are pushed with this batch. `overdue`: updates of evicted rows, and of rows that were not pushed for
-    MAX_UNPUSHED_BATCHES."""
+    MAX_UNPUSHED_BATCHES. `is_updated_R`: of the rows that the batch updates; None: all."""
 
     rows_R: Tensor
     lines_R: Tensor
     is_expired_R: Tensor
     is_pushed_R: Tensor
     overdue: RowUpdates
+    is_updated_R: Tensor | None = None
 
     @property
     def pushed_rows_V(self) -> Tensor:
@@ -179,6 +180,11 @@ class RowCopies:
     def update(self, copies: BatchCopies, grad_RD: Tensor, optimizer: SparseOptimizer, step: int) -> None:
         """Apply the gradients of a batch to its copies; ends its use of their lines."""
         lines_R, self._last_step = copies.lines_R, step
+        if copies.is_updated_R is not None:
+            self.index.release(lines_R[~copies.is_updated_R], written=True)
+            updated = copies.is_updated_R.nonzero().flatten()
+            lines_R, grad_RD = lines_R[updated], grad_RD.index_select(0, updated)
+            copies = replace(copies, lines_R=lines_R, is_pushed_R=copies.is_pushed_R[updated])
         apply_gradients(optimizer, self.weight_LD, self.state, lines_R, grad_RD, step)
         self._unpushed_L[lines_R] += 1
         self._mark_pushed(lines_R[copies.is_pushed_R])

@@ -4,7 +4,10 @@ One run at a time. A push is written to the journal, if there is one, before it 
 is not complete wait here. Every call may come twice.
 """
 
+import math
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +15,12 @@ import torch
 from shardwright.comm.transport.arrays import Message
 from shardwright.embeddings.service import calls
 from shardwright.embeddings.service.calls import MalformedCall, parse_integer, parse_integers, parse_text
-from shardwright.embeddings.service.journal import MIN_COMPACTED_BYTES, Journal
+from shardwright.embeddings.service.journal import MIN_COMPACTED_BYTES, CallJournal, JournalError
 from shardwright.embeddings.service.owned_rows import OwnedRows, OwnedSpec
 from shardwright.errors import UserError
 from shardwright.spec import files
 
+RECONNECT_SECONDS = 60.0  # in which the ranks of a run come back to a server that was started again
 Client = bytes
 Reply = tuple[Client, Message]
 LOST = (
@@ -39,7 +43,7 @@ class CallHandler:
     """The rows of one run, and the calls that wait."""
 
     def __init__(
-        self, journal: Journal | None = None, *, is_connected: Callable[[Client], bool] = lambda _: True
+        self, journal: CallJournal | None = None, *, is_connected: Callable[[Client], bool] = lambda _: True
     ) -> None:
         """`is_connected`: whether a rank's process still has its connection."""
         self._journal, self._is_connected = journal, is_connected
@@ -49,15 +53,18 @@ class CallHandler:
         self._ended: set[int] = set()  # ranks
         self._waiting: dict[tuple[Client, int], Message] = {}  # reads of rounds that are not complete
         self.served = Served()
+        self._restored_at = -math.inf  # when the journal of a run was read
+        self._compacted_bytes = MIN_COMPACTED_BYTES
         for message in journal.read() if journal is not None else ():
             self._replay(message)
+            self._restored_at = time.monotonic()
 
     def handle(self, client: Client, message: Message) -> list[Reply]:
         """The replies to a message, and to reads that waited for it."""
         header = message.header
         try:
             number, call = parse_integer(header, "number"), parse_text(header, "call")
-            run = parse_text(header, "run")
+            run, server = parse_text(header, "run"), parse_integer(header, "server")
         except MalformedCall:
             self.served.malformed += 1
             return []
@@ -67,10 +74,15 @@ class CallHandler:
                 reply = Message({})
             elif run != self._run or self._owned is None:
                 reply = Message({"error": LOST})
+            elif server != self._owned.spec.server:
+                raise UserError(
+                    f"this is server {self._owned.spec.server} of the run, and a rank takes it for server {server}: "
+                    "give the same addresses in the same order on all ranks, each server once"
+                )
             else:
                 self._clients.add(client)
                 reply = self._answer(self._owned, client, number, message)
-        except (MalformedCall, UserError) as error:
+        except (MalformedCall, UserError, RuntimeError) as error:  # the last: of torch, such as no memory
             self.served.malformed += isinstance(error, MalformedCall)
             reply = Message({"error": str(error)})
         replies = [] if reply is None else [(client, _with_number(reply, number))]
@@ -125,12 +137,20 @@ class CallHandler:
                     f"another run uses this table server: {len(others)} of its ranks are connected; wait for its end, "
                     "or start another table server"
                 )
+            if (seconds := self._restored_at + RECONNECT_SECONDS - time.monotonic()) > 0 and not self._clients:
+                raise UserError(
+                    f"this table server was started again for another run, whose ranks may come back; try again in "
+                    f"{seconds:.0f} s, or remove its journal"
+                )
             self._end()
             self._begin(run, spec)
             if self._journal is not None:
                 self._journal.begin(message)
         elif self._owned is not None and self._owned.spec != spec:
-            raise UserError("the ranks of a run have different tables, bounds or optimizers")
+            raise UserError(
+                "the ranks of a run have different tables, bounds, optimizers or addresses of servers, or an address "
+                "is listed twice"
+            )
         self._clients.add(client)
 
     def _begin(self, run: str, spec: OwnedSpec) -> None:
@@ -182,7 +202,8 @@ class CallHandler:
         if self._journal is None or self._owned is None:
             return
         self._journal.append(message)
-        if self._journal.bytes_ > max(MIN_COMPACTED_BYTES, self._owned.bytes_) and not self._owned.has_incomplete_round:
+        most = max(self._compacted_bytes, self._owned.bytes_)
+        if self._journal.bytes_ > most and not self._owned.has_incomplete_round:
             arrays = [part.numpy() for part in self._owned.all_parts()]
             spec = files.to_plain(self._owned.spec)
             header = {
@@ -192,7 +213,10 @@ class CallHandler:
                 "round": self._owned.round,
                 "version": calls.VERSION,
             }
-            self._journal.begin(Message(header, arrays))
+            self._compacted_bytes *= 2  # for the next time, if there is no room now: the journal grows on
+            with suppress(JournalError):
+                self._journal.begin(Message(header, arrays))
+                self._compacted_bytes = MIN_COMPACTED_BYTES
 
     def _replay(self, message: Message) -> None:
         header = message.header

@@ -10,6 +10,8 @@ A call is a header and arrays. Every header has `call`, `run` (an id that the ra
     snapshot, release
     ping      numbers of calls without a reply: the reply names those that the server does not have
     close     the run has ended
+
+Shape legend: A rows to validate, F rows that are sent, R some rows, C columns.
 """
 
 from collections.abc import Iterator, Sequence

@@ -6,6 +6,7 @@ acknowledged. Records reach the system's page cache before they are acknowledged
 a power failure may lose the last seconds.
 """
 
+import fcntl
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -24,12 +25,20 @@ MAX_FRAMES = 1 << 16
 MIN_COMPACTED_BYTES = 64 << 20  # a journal with less is not replaced by a copy of the rows
 
 
-class Journal:
+class JournalError(Exception):
+    """The journal cannot be written: the server ends before it acknowledges anything, and is started again."""
+
+
+class CallJournal:
     """Appends records to the file in `directory`, which holds one server's journal."""
 
     def __init__(self, directory: Path) -> None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(directory / "lock", os.O_WRONLY | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{directory}: another table server has its journal there; choose another folder") from None
         except OSError as error:
             raise UserError(f"{directory}: {error.strerror}; choose a directory with write permission") from None
         self.path = directory / FILE
@@ -40,34 +49,52 @@ class Journal:
         """The complete records; what follows them was cut off, and is removed."""
         complete = 0
         with suppress(FileNotFoundError), self.path.open("rb") as file:
-            while (frames := _read_record(file)) is not None:
-                message = decode_message([zmq.Frame(frame) for frame in frames])
-                if message is None:
-                    raise UserError(
-                        f"{self.path}: a record differs from what was written; remove the file, and resume the run "
-                        "from a checkpoint"
-                    )
+            while (message := self._read_message(file)) is not None:
                 yield message
+                self.bytes_ += file.tell() - complete
                 complete = file.tell()
         if self.path.exists():
             os.truncate(self.path, complete)
             self._open(self.path)
 
+    def _read_message(self, file: BinaryIO) -> Message | None:
+        """The next record; None at the end."""
+        try:
+            frames = _read_record(file)
+            message = None if frames is None else decode_message([zmq.Frame(frame) for frame in frames])
+            if frames is not None and message is None:
+                raise ValueError(frames)
+        except ValueError:
+            raise UserError(
+                f"{self.path}: a record differs from what was written; remove the file, and resume the run from a "
+                "checkpoint"
+            ) from None
+        return message
+
     def append(self, message: Message) -> None:
-        assert self._file >= 0
-        self.bytes_ += self._write(self._file, message.encode())
+        try:
+            self.bytes_ += self._write(self._file, message.encode())
+        except OSError as error:
+            raise self._error(error) from None
+
+    def _error(self, error: OSError) -> JournalError:
+        return JournalError(f"{self.path}: {error.strerror}; make room, and start the table server again")
 
     def begin(self, message: Message) -> None:
         """Replace all records by this one."""
         draft = self.path.with_suffix(".draft")
-        file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            self._write(file, message.encode())
-            os.fsync(file)
-        finally:
-            os.close(file)
-        draft.replace(self.path)
-        self._open(self.path)
+            file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                self._write(file, message.encode())
+                os.fsync(file)
+            finally:
+                os.close(file)
+            draft.replace(self.path)
+            self._open(self.path)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise self._error(error) from None
         self.bytes_ = 0
 
     def _open(self, path: Path) -> None:
@@ -79,13 +106,10 @@ class Journal:
         head = len(frames).to_bytes(NUMBER_BYTES, "little") + head
         parts = [memoryview(head + zlib.crc32(head).to_bytes(NUMBER_BYTES, "little")), *map(memoryview, frames)]
         total = sum(map(len, parts))
-        try:
-            for part in parts:
-                written = 0
-                while written < len(part):
-                    written += os.write(file, part[written:])
-        except OSError as error:
-            raise UserError(f"{self.path}: {error.strerror}; make room, and restart the table server") from None
+        for part in parts:
+            written = 0
+            while written < len(part):
+                written += os.write(file, part[written:])
         return total
 
     def remove(self) -> None:
@@ -101,14 +125,18 @@ class Journal:
 
 
 def _read_record(file: BinaryIO) -> list[bytes] | None:
-    """The frames of the next record; None if it is not complete."""
+    """The frames of the next record; None if it is not complete. Raises ValueError if its head is damaged."""
     number = file.read(NUMBER_BYTES)
+    if len(number) < NUMBER_BYTES:
+        return None
     num_frames = int.from_bytes(number, "little")
-    if len(number) < NUMBER_BYTES or num_frames > MAX_FRAMES:
-        return None
+    if num_frames > MAX_FRAMES:
+        raise ValueError(num_frames)
     lengths, check = file.read(NUMBER_BYTES * num_frames), file.read(NUMBER_BYTES)
-    if check != zlib.crc32(number + lengths).to_bytes(NUMBER_BYTES, "little"):
+    if len(check) < NUMBER_BYTES:
         return None
+    if check != zlib.crc32(number + lengths).to_bytes(NUMBER_BYTES, "little"):
+        raise ValueError(check)
     sizes = [int.from_bytes(lengths[i : i + NUMBER_BYTES], "little") for i in range(0, len(lengths), NUMBER_BYTES)]
     frames = [file.read(size) for size in sizes]
     return frames if all(len(frame) == size for frame, size in zip(frames, sizes, strict=True)) else None

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from shardwright.embeddings.copies.row_clocks import RowClocks
-from shardwright.embeddings.copies.row_copies import Lease, row_values
+from shardwright.embeddings.copies.row_copies import NO_VERSION, Lease, row_values
 from shardwright.embeddings.copies.updates import RowUpdates
 from shardwright.errors import UserError
 from shardwright.rectangle import IndexRange
 from shardwright.spec.optimizer import SparseOptimizer, num_squares, state_shapes
 from shardwright.spec.workload import Dtype
 
+MAX_ROWS = 1 << 31  # of a group
 MAX_ROUNDS_AHEAD = 2  # of pushes, before the rounds that have been applied
 WEIGHT = "weight"
 
@@ -40,8 +41,9 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class OwnedSpec:
-    """All rows that a server owns for a run, and how many ranks train them."""
+    """All rows that a server, with this number in the plan, owns for a run, and how many ranks train them."""
 
+    server: int
     num_ranks: int
     optimizer: SparseOptimizer
     groups: tuple[GroupSpec, ...]
@@ -95,6 +97,12 @@ class OwnedRows:
     """The rows of all groups, their clocks, and the pushes of rounds that are not complete."""
 
     def __init__(self, spec: OwnedSpec) -> None:
+        for group in spec.groups:
+            if group.rows > MAX_ROWS:
+                raise UserError(
+                    f"tables {group.names} have {group.rows:,} rows on this server, at most {MAX_ROWS:,} are possible: "
+                    "use more servers"
+                )
         self.spec, self.round = spec, 0
         self._num_changes = 0  # of all rows, since the start
         self.clocks = [self._make_clocks(group) for group in spec.groups]
@@ -136,6 +144,8 @@ class OwnedRows:
         for group, clocks, read in zip(self.spec.groups, self.clocks, reads, strict=True):
             _check_rows(group, read.rows_A)
             _check_same_length(group, read.rows_A, read.versions_A)
+            if (read.versions_A > clocks.version_E[read.rows_A]).any() or (read.versions_A < NO_VERSION).any():
+                raise UserError(f"copies of {group.names} have versions that this server has not given them")
             is_new, leases, versions = clocks.renew(read.rows_A, read.versions_A)
             values = row_values(clocks.weight_ED, clocks.state, read.rows_A[is_new])
             answers.append(GroupAnswer(is_new, leases, versions, values))
@@ -150,8 +160,9 @@ class OwnedRows:
         self._check_push(push)
         self._pushes.setdefault(round_, {})[rank] = push
         while len(self._pushes.get(self.round, ())) == self.spec.num_ranks:
-            by_rank = self._pushes.pop(self.round)
+            by_rank = self._pushes[self.round]
             self._apply([by_rank[rank] for rank in range(self.spec.num_ranks)])
+            del self._pushes[self.round]
             self.round += 1
         return True
 

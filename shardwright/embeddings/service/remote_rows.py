@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.transport.arrays import Message
-from shardwright.comm.transport.servers import Connection, Connector
+from shardwright.comm.transport.servers import Connector
 from shardwright.embeddings.layout import Layout
 from shardwright.embeddings.row_order import RowOrder, rows_in_order
 from shardwright.embeddings.service import calls
@@ -41,9 +41,9 @@ class RemotePart:
 class RemoteRows:
     """A `StoredRows` on a server."""
 
-    def __init__(self, servers: Connector, part: RemotePart, connection: Connection, holder: str = "") -> None:
-        """`holder`: of the part's snapshot; it has the connection for itself."""
-        self._servers, self._part, self._connection, self._holder = servers, part, connection, holder
+    def __init__(self, servers: Connector, part: RemotePart, holder: str = "") -> None:
+        """`holder`: of the part's snapshot."""
+        self._servers, self._part, self._holder = servers, part, holder
         self.dtype = part.dtype
         self._step = max(1, CHUNK_BYTES // (part.width * part.dtype.itemsize))  # rows of a message
 
@@ -53,14 +53,14 @@ class RemoteRows:
     def select(self, indices: Tensor) -> Tensor:
         parts = [torch.empty(0, self._part.width, dtype=self.dtype)]
         for rows_R in indices.split(self._step):
-            call = calls.get_call(self._part.place, rows_R + self._part.rows[0])
-            parts.append(calls.tensor(self._connection.call(call).wait().arrays[0]))
+            reply = self._request(calls.get_call(self._part.place, rows_R + self._part.rows[0]))
+            parts.append(calls.tensor(reply.arrays[0]))
         return torch.cat(parts)
 
     def write(self, indices: Tensor, columns: IndexRange, values_RC: Tensor) -> None:
         for rows_R, values in zip(indices.split(self._step), values_RC.split(self._step), strict=True):
-            call = calls.put_call(self._part.place, rows_R + self._part.rows[0], columns, values.to(self.dtype))
-            self._connection.call(call).wait()
+            rows = rows_R + self._part.rows[0]
+            self._request(calls.put_call(self._part.place, rows, columns, values.to(self.dtype)))
 
     def nonfinite_row(self) -> int | None:
         num = self._part.rows[1] - self._part.rows[0]
@@ -71,17 +71,19 @@ class RemoteRows:
         return None
 
     def snapshot(self) -> "RemoteRows":
-        connection, holder = self._servers.connect(self._part.server), secrets.token_hex(8)
-        reply = connection.call(Message({"call": "snapshot", "holder": holder})).wait()
+        holder = secrets.token_hex(8)
+        reply = self._request(Message({"call": "snapshot", "holder": holder}))
         place = replace(self._part.place, snapshot=reply.header["snapshot"])
-        return RemoteRows(self._servers, replace(self._part, place=place), connection, holder)
+        return RemoteRows(self._servers, replace(self._part, place=place), holder)
 
     def close(self) -> None:
         """Release a snapshot."""
         if self._holder:
             call = {"call": "release", "holder": self._holder, "snapshot": self._part.place.snapshot}
-            self._connection.call(Message(call)).wait()
-            self._connection.close()
+            self._request(Message(call))
+
+    def _request(self, message: Message) -> Message:
+        return self._servers.request(self._part.server, message)
 
 
 def table_rectangles(
@@ -98,18 +100,19 @@ def table_rectangles(
                 table, num = served.bags.tables[shard.table], shard.rows[1] - shard.rows[0]
                 low, high = num * rank // num_ranks, num * (rank + 1) // num_ranks
                 rows = (shard.rows[0] + low, shard.rows[0] + high)
+                ids = rows_in_order(orders[shard.table], rows)
                 shapes = {WEIGHT: (high - low, table.dim)}
                 shapes |= state_shapes(served.optimizer, high - low, table.dim)
                 for part, shape in shapes.items() if high > low else ():
                     dtype = getattr(torch, table.dtype) if part == WEIGHT else torch_state_dtype(table)
                     place = RemotePart(server, Place(number, part), (first + low, first + high), prod(shape[1:]), dtype)
-                    stored = RemoteRows(served.servers, place, served.connections[server])
+                    stored = RemoteRows(served.servers, place)
                     values = torch.empty(shape, dtype=dtype, device="meta")
                     yield Rectangle(
                         f"{table.name}.{part}",
                         (table.rows, *shape[1:]),
                         values,
-                        rows_in_order(orders[shard.table], rows),
+                        ids,
                         stored=stored,
                     )
                 first += num
@@ -117,7 +120,7 @@ def table_rectangles(
 
 @torch.no_grad()
 def send_initial_rows(rectangles: Iterable[Rectangle], bags: EmbeddingTables) -> None:
-    """Write the values that tables have before they are given up to their servers."""
+    """Write the values that tables have before they are moved to servers."""
     for rect in rectangles:
         assert rect.stored is not None
         table, _, part = rect.name.rpartition(".")

@@ -47,7 +47,7 @@ class ServedTables:
         self._unconfirmed: list[Pending[Message]] = []  # pushes
 
     def open(self) -> None:
-        """Tell the servers which rows they own."""
+        """Open the run on each server."""
         pending = [
             connection.call(calls.open_call(self._owned_spec(server)))
             for server, connection in enumerate(self.connections)
@@ -66,7 +66,7 @@ class ServedTables:
             )
             for group in self.groups
         )
-        return OwnedSpec(self._num_ranks, self.optimizer, groups)
+        return OwnedSpec(server, self._num_ranks, self.optimizer, groups)
 
     def find_copies(self, distinct: DistinctRows, *, training: bool) -> list[CopiedBatch]:
         """Without training, all rows are requested; all updates must be pushed."""
@@ -126,10 +126,20 @@ class ServedTables:
         for positions, batch in zip(self._positions, batches, strict=True):
             batch.grad_UD = torch.cat([sums[position] for position in positions])
 
-    def update(self, batches: Sequence[CopiedBatch], optimizer: SparseOptimizer, steps: Mapping[str, int]) -> None:
-        """Push updates to the servers, and update copies from own gradients."""
+    def update(
+        self,
+        batches: Sequence[CopiedBatch],
+        optimizer: SparseOptimizer,
+        steps: Mapping[str, int],
+        used_rows: Sequence[Tensor] = (),
+    ) -> None:
+        """Push updates to the servers, and update copies from own gradients. `used_rows`: by table whose rows are
+        exchanged, whether a feature with a gradient on some rank has read each row; empty: all."""
         if not batches:
             return
+        for group, positions, batch in zip(self.groups, self._positions, batches, strict=True):
+            if used_rows:
+                group.update_only(batch, torch.cat([used_rows[position] for position in positions]).bool())
         by_group = []
         for group, batch in zip(self.groups, batches, strict=True):
             assert batch.grad_UD is not None and batch.copies is not None

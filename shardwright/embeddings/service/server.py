@@ -14,7 +14,7 @@ import zmq
 from shardwright.comm.transport.arrays import Message, decode_message
 from shardwright.comm.transport.keys import CurveKeys, check_address, secure_socket, start_authenticator
 from shardwright.embeddings.service.call_handler import CallHandler, Served
-from shardwright.embeddings.service.journal import Journal
+from shardwright.embeddings.service.journal import CallJournal, JournalError
 from shardwright.errors import UserError
 from shardwright.kernels.native import retain_freed_memory
 
@@ -22,6 +22,7 @@ POLL_MILLISECONDS = 200  # bounded, since a signal that arrives right before a p
 HEARTBEAT_MILLISECONDS = 10_000  # interval of zmq heartbeats to each rank
 HEARTBEAT_TIMEOUT_MILLISECONDS = 60_000
 LOG_INTERVAL_SECONDS = 10.0
+MAX_FRAME_BYTES = 1 << 31  # of a rank's message
 KEYS_REMEDY = "serve with --keys DIR/server.keys"
 
 
@@ -34,7 +35,9 @@ class TableServer:
     ) -> None:
         check_address(bind, keys, KEYS_REMEDY, "table server")
         retain_freed_memory()
-        self._handler = CallHandler(Journal(journal) if journal is not None else None, is_connected=self._is_connected)
+        self._handler = CallHandler(
+            CallJournal(journal) if journal is not None else None, is_connected=self._is_connected
+        )
         self._context = zmq.Context()
         self._authenticator = start_authenticator(self._context, keys)
         try:
@@ -49,6 +52,7 @@ class TableServer:
         socket = self._context.socket(zmq.ROUTER)
         socket.router_mandatory = True  # an undeliverable message raises an error instead of being dropped
         socket.linger = 0
+        socket.maxmsgsize = MAX_FRAME_BYTES
         socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MILLISECONDS, HEARTBEAT_TIMEOUT_MILLISECONDS
         secure_socket(socket, keys)
         try:
@@ -63,7 +67,10 @@ class TableServer:
         """Serve for ever; `write_line` receives a line about every LOG_INTERVAL_SECONDS in which ranks called."""
         while True:
             if self._socket.poll(POLL_MILLISECONDS):
-                self._receive_calls()
+                try:
+                    self._receive_calls()
+                except JournalError as error:
+                    raise UserError(str(error)) from None
             self._log(write_line)
 
     def close(self) -> None:
