@@ -2,6 +2,7 @@
 
 import json
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -12,6 +13,7 @@ import zmq
 
 NUMERIC_DTYPE = r"[<>|][iufb][1248]"  # numpy dtypes of plain numbers
 ALIGNMENT = 8  # bytes; a small frame may start at any address of the receive buffer
+CHECK_BYTES = 4  # before a header
 WORD = 8  # bytes, of which a checksum is the sum
 
 
@@ -28,13 +30,17 @@ class Message:
         specs = [
             (array.dtype.str, array.shape, checksum(frame)) for array, frame in zip(self.arrays, frames, strict=True)
         ]
-        return [json.dumps({**self.header, "arrays": specs}).encode(), *(frame.data for frame in frames)]
+        header = json.dumps({**self.header, "arrays": specs}).encode()
+        return [_check_of(header) + header, *(frame.data for frame in frames)]
 
 
 def decode_message(frames: Sequence[zmq.Frame]) -> Message | None:
     """A message whose arrays use the frames' memory; None if it is malformed, or differs from what was sent."""
     try:
-        header = json.loads(frames[0].bytes)
+        check, text = frames[0].bytes[:CHECK_BYTES], frames[0].bytes[CHECK_BYTES:]
+        if check != _check_of(text):
+            return None
+        header = json.loads(text)
         specs = header.pop("arrays")
         arrays = []
         for (dtype, shape, expected), frame in zip(specs, frames[1:], strict=True):
@@ -64,4 +70,8 @@ def checksum(flat: np.ndarray) -> int:
     end = len(flat) // WORD * WORD
     words = int(np.add.reduce(flat[:end].view(np.uint64), dtype=np.uint64)) if end else 0
     rest = int.from_bytes(flat[end:].tobytes(), "little")
-    return (words + rest + len(flat)) % (1 << 63)
+    return (words + rest + len(flat)) % (1 << 64)
+
+
+def _check_of(header: bytes) -> bytes:
+    return zlib.crc32(header).to_bytes(CHECK_BYTES, "little")

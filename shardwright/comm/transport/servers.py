@@ -111,7 +111,8 @@ class ServerConnection:
     def _send(self, message: Message) -> None:
         if self._socket.closed:
             raise UserError("this job has ended: its mesh was closed, or another job was built on it")
-        self._socket.send_multipart(message.encode(), copy=False)
+        with suppress(zmq.Again):  # no connection, as without the right keys: the call is repeated
+            self._socket.send_multipart(message.encode(), zmq.NOBLOCK, copy=False)
 
     def _wait(self, number: int) -> Message:
         start = last_message_at = last_ping_at = time.monotonic()
@@ -129,8 +130,7 @@ class ServerConnection:
                 raise self._caller.explain_wait()
             if now - last_ping_at > PING_SECONDS:
                 ping = Message({"call": "ping", "without_reply": [*self._unanswered]})
-                with suppress(zmq.Again):  # if the server takes no messages at present
-                    self._socket.send_multipart(self._with_identity(ping, PING_NUMBER).encode(), zmq.NOBLOCK)
+                self._send(self._with_identity(ping, PING_NUMBER))
                 last_ping_at = now
         return self._replies.pop(number)
 

@@ -56,7 +56,10 @@ class CallHandler:
         self._restored_at = -math.inf  # when the journal of a run was read
         self._compacted_bytes = MIN_COMPACTED_BYTES
         for message in journal.read() if journal is not None else ():
-            self._replay(message)
+            try:
+                self._replay(message)
+            except (MalformedCall, UserError) as error:
+                raise UserError(f"{journal.path if journal else ''}: {error}; remove the file to start anew") from None
             self._restored_at = time.monotonic()
 
     def handle(self, client: Client, message: Message) -> list[Reply]:
@@ -74,6 +77,8 @@ class CallHandler:
                 reply = Message({})
             elif run != self._run or self._owned is None:
                 reply = Message({"error": LOST})
+            elif not 0 <= parse_integer(header, "rank") < self._owned.spec.num_ranks:
+                raise MalformedCall(f"rank {header['rank']} of {self._owned.spec.num_ranks}")
             elif server != self._owned.spec.server:
                 raise UserError(
                     f"this is server {self._owned.spec.server} of the run, and a rank takes it for server {server}: "

@@ -30,7 +30,9 @@ from shardwright.errors import UserError
 from shardwright.rectangle import IndexRange
 from shardwright.spec import files
 
+MAX_RATE = 1e30  # a learning rate
 VERSION = 1  # of the messages
+MAX_RANKS, MAX_DIM = 1 << 20, 1 << 16
 MAX_WORD = torch.iinfo(torch.int32).max
 
 
@@ -45,7 +47,14 @@ def open_call(spec: OwnedSpec) -> Message:
 def parse_spec(header: dict[str, Any]) -> OwnedSpec:
     if header.get("version") != VERSION:
         raise UserError("another version of Shardwright: run the same one on table servers and ranks")
-    return files.from_plain(OwnedSpec, header.get("spec"), "open")
+    spec = files.from_plain(OwnedSpec, header.get("spec"), "open")
+    if not 1 <= spec.num_ranks <= MAX_RANKS or not 0 <= spec.server <= MAX_RANKS:
+        raise MalformedCall(f"{spec.num_ranks} ranks, server {spec.server}")
+    if any(not 0 <= group.pull <= MAX_WORD for group in spec.groups):
+        raise MalformedCall("an impossible bound")
+    if any(group.rows < 0 or not 0 < group.dim <= MAX_DIM for group in spec.groups):
+        raise MalformedCall("a group with impossible rows or columns")
+    return spec
 
 
 def read_call(round_: int, reads: Sequence[GroupRead]) -> Message:
@@ -71,7 +80,7 @@ def answer_arrays(answers: Sequence[GroupAnswer]) -> list[np.ndarray]:
 
 def parse_answer(message: Message) -> list[tuple[Tensor, Tensor]]:
     """By group, (A, 2) renewals and (F, X) values of rows."""
-    return [(renewals.long(), values) for renewals, values in _by_group(message, 2, num_whole=1)]
+    return [(renewals.long(), values) for renewals, values in _by_group(message, 2, num_whole=1, is_answer=True)]
 
 
 def push_call(round_: int, push: Push) -> Message:
@@ -92,9 +101,13 @@ def parse_push(message: Message, spec: OwnedSpec) -> Push:
         if values.dim() != 2 or values.dtype != getattr(torch, group.dtype) or values.shape[1] < group.dim:
             raise MalformedCall(f"values of type {values.dtype} and shape {tuple(values.shape)}")
         sums, squares = values.split([group.dim, values.shape[1] - group.dim], 1)
+        if len(counts) and not 1 <= int(counts.min()) <= int(counts.max()) <= MAX_WORD:
+            raise MalformedCall("impossible numbers of updates")
         updates.append(RowUpdates(rows.long().flatten(), counts.long().flatten(), sums, squares))
-    optimizer = replace(spec.optimizer, lr=parse_float(header, "lr")) if "lr" in header else spec.optimizer
-    return Push(optimizer, tuple(parse_integers(header, "steps")), tuple(updates))
+    steps = tuple(parse_integers(header, "steps"))
+    if any(not 1 <= step <= MAX_WORD for step in steps):
+        raise MalformedCall(f"steps are {steps}")
+    return Push(replace(spec.optimizer, lr=parse_rate(header)), steps, tuple(updates))
 
 
 def get_call(place: Place, rows_R: Tensor) -> Message:
@@ -118,6 +131,8 @@ def parse_put(message: Message) -> tuple[Place, Tensor, IndexRange, Tensor]:
     if len(groups) != 1 or len(columns) != 2:
         raise MalformedCall(f"{len(groups)} arrays and {len(columns)} ends of columns")
     rows, values = groups[0]
+    if "snapshot" in message.header:
+        raise MalformedCall("a snapshot is not written")
     return _parse_place(message), rows.long().flatten(), (columns[0], columns[1]), values
 
 
@@ -146,10 +161,10 @@ def parse_integers(header: Any, name: str) -> list[int]:
     return values
 
 
-def parse_float(header: Any, name: str) -> float:
-    value = header.get(name)
-    if not isinstance(value, float | int):
-        raise MalformedCall(f"{name} is {value!r}")
+def parse_rate(header: Any) -> float:
+    value = header.get("lr")
+    if isinstance(value, bool) or not isinstance(value, float | int) or not abs(value) <= MAX_RATE:
+        raise MalformedCall(f"lr is {value!r}")
     return float(value)
 
 
@@ -171,7 +186,7 @@ def tensor(array: np.ndarray) -> Tensor:
     return torch.from_numpy(array)
 
 
-def _by_group(message: Message, num: int, *, num_whole: int) -> Iterator[list[Tensor]]:
+def _by_group(message: Message, num: int, *, num_whole: int, is_answer: bool = False) -> Iterator[list[Tensor]]:
     """The arrays of a message, `num` for each group; the first ones have whole numbers."""
     arrays = [tensor(array) for array in message.arrays]
     if len(arrays) % num:
@@ -180,4 +195,6 @@ def _by_group(message: Message, num: int, *, num_whole: int) -> Iterator[list[Te
         group = arrays[first : first + num]
         if any(column.dtype not in (torch.int32, torch.int64) for column in group[:num_whole]):
             raise MalformedCall("rows are not whole numbers")
+        if any(column.dim() != 1 for column in group[:num_whole]) and not is_answer:
+            raise MalformedCall("rows are not in one dimension")
         yield group

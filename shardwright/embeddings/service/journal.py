@@ -21,7 +21,7 @@ from shardwright.errors import UserError
 
 FILE = "rows.journal"
 NUMBER_BYTES = 8
-MAX_FRAMES = 1 << 16
+CHECK_BYTES = 4
 MIN_COMPACTED_BYTES = 64 << 20  # a journal with less is not replaced by a copy of the rows
 
 
@@ -102,9 +102,9 @@ class CallJournal:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def _write(self, file: int, frames: Sequence[memoryview | bytes]) -> int:
-        head = b"".join(len(frame).to_bytes(NUMBER_BYTES, "little") for frame in frames)
-        head = len(frames).to_bytes(NUMBER_BYTES, "little") + head
-        parts = [memoryview(head + zlib.crc32(head).to_bytes(NUMBER_BYTES, "little")), *map(memoryview, frames)]
+        lengths = b"".join(len(frame).to_bytes(NUMBER_BYTES, "little") for frame in frames)
+        head = _with_check(len(frames).to_bytes(NUMBER_BYTES, "little")) + _with_check(lengths)
+        parts = [memoryview(head), *map(memoryview, frames)]
         total = sum(map(len, parts))
         for part in parts:
             written = 0
@@ -126,17 +126,24 @@ class CallJournal:
 
 def _read_record(file: BinaryIO) -> list[bytes] | None:
     """The frames of the next record; None if it is not complete. Raises ValueError if its head is damaged."""
-    number = file.read(NUMBER_BYTES)
-    if len(number) < NUMBER_BYTES:
+    number = _read_checked(file, NUMBER_BYTES)
+    lengths = None if number is None else _read_checked(file, NUMBER_BYTES * int.from_bytes(number, "little"))
+    if lengths is None:
         return None
-    num_frames = int.from_bytes(number, "little")
-    if num_frames > MAX_FRAMES:
-        raise ValueError(num_frames)
-    lengths, check = file.read(NUMBER_BYTES * num_frames), file.read(NUMBER_BYTES)
-    if len(check) < NUMBER_BYTES:
-        return None
-    if check != zlib.crc32(number + lengths).to_bytes(NUMBER_BYTES, "little"):
-        raise ValueError(check)
     sizes = [int.from_bytes(lengths[i : i + NUMBER_BYTES], "little") for i in range(0, len(lengths), NUMBER_BYTES)]
     frames = [file.read(size) for size in sizes]
     return frames if all(len(frame) == size for frame, size in zip(frames, sizes, strict=True)) else None
+
+
+def _with_check(part: bytes) -> bytes:
+    return part + zlib.crc32(part).to_bytes(CHECK_BYTES, "little")
+
+
+def _read_checked(file: BinaryIO, size: int) -> bytes | None:
+    """So many bytes, which their check follows; None at the end of the file."""
+    part, check = file.read(size), file.read(CHECK_BYTES)
+    if len(check) < CHECK_BYTES:
+        return None
+    if part + check != _with_check(part):
+        raise ValueError(check)
+    return part

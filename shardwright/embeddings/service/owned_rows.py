@@ -136,6 +136,8 @@ class OwnedRows:
 
     def can_read(self, round_: int) -> bool:
         """Whether all earlier rounds have been applied."""
+        if not 0 <= round_ <= self.round + MAX_ROUNDS_AHEAD:
+            raise UserError(f"a read before round {round_}, while round {self.round} is not complete")
         return round_ <= self.round
 
     def read(self, reads: Sequence[GroupRead]) -> list[GroupAnswer]:
@@ -153,11 +155,11 @@ class OwnedRows:
 
     def push(self, rank: int, round_: int, push: Push) -> bool:
         """Take the updates of a rank; returns whether they are new."""
+        self._check_push(push)
         if round_ < self.round or rank in self._pushes.get(round_, ()):
             return False
         if round_ >= self.round + MAX_ROUNDS_AHEAD or not 0 <= rank < self.spec.num_ranks:
             raise UserError(f"updates of rank {rank} for round {round_}, while round {self.round} is not complete")
-        self._check_push(push)
         self._pushes.setdefault(round_, {})[rank] = push
         while len(self._pushes.get(self.round, ())) == self.spec.num_ranks:
             by_rank = self._pushes[self.round]
@@ -192,7 +194,9 @@ class OwnedRows:
         start, end = columns
         if values_RC.shape != (len(rows_R), end - start) or not 0 <= start <= end <= target_EC.shape[1]:
             raise UserError(f"{place}: values of shape {tuple(values_RC.shape)} for columns {start}..{end}")
-        target_EC[:, start:end].index_copy_(0, rows_R, values_RC.to(target_EC.dtype))
+        if values_RC.dtype != target_EC.dtype:
+            raise UserError(f"{place}: values are {values_RC.dtype}; wanted {target_EC.dtype}")
+        target_EC[:, start:end].index_copy_(0, rows_R, values_RC)
         self._num_changes += 1
 
     def get(self, place: Place, rows_R: Tensor) -> Tensor:
