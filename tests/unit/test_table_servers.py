@@ -2,9 +2,11 @@
 
 import json
 import random
+import sys
 import threading
+import zlib
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import product
 
 import numpy as np
@@ -14,7 +16,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.comm.transport.arrays import Message, decode_message
+from shardwright.comm.transport.arrays import CHECK_BYTES, Message, decode_message
 from shardwright.comm.transport.keys import create_key_files, load_keys, secure_socket
 from shardwright.comm.transport.servers import Caller, ServerConnector, TableServers
 from shardwright.embeddings.copies.updates import RowUpdates, squares_of
@@ -55,8 +57,7 @@ def numbered(message, rank=0, number=1, run="r"):
 
 def ask(handler, message, client=b"rank", run="r"):
     """The header of the reply, with its arrays."""
-    ((receiver, reply),) = handler.handle(client, decoded(numbered(message, run=run).encode()))
-    assert receiver == client
+    ((_, reply),) = handler.handle(client, decoded(numbered(message, run=run).encode()))
     return {**reply.header, "values": [array.tolist() for array in decoded(reply.encode()).arrays]}
 
 
@@ -67,9 +68,7 @@ def send(handler, messages):
 
 def state(handler):
     """The round, and copies of all rows, their optimizer state and versions, and those of snapshots."""
-    owned = handler._owned
-    if owned is None:
-        return [torch.tensor(-1)]
+    owned = handler._owned or OwnedRows(OwnedSpec(0, 1, SGD(1.0), ()))
     snapshots = [part for each in owned._snapshots.values() for parts in each.parts for part in parts.values()]
     return [torch.tensor(owned.round), *(part.clone() for part in [*owned.all_parts(), *snapshots])]
 
@@ -125,8 +124,8 @@ def train(spec, pushes, chance=None):
         message, frames = messages[rank, number], [bytearray(frame) for frame in messages[rank, number].encode()]
         fired.update([fault, "old push"] if number % 2 and number // 2 < handler._owned.round else [fault])
         if fault == "damaged":
-            changed = chance.choice([frame for frame in frames if frame])
-            changed[chance.randrange(len(changed))] ^= 255
+            frame = chance.choice([frame for frame in frames if frame])
+            frame[chance.randrange(len(frame))] ^= 255
             assert decoded(frames) is None
         elif fault != "lost":
             received = handler.handle(bytes([rank]), decoded(frames))
@@ -134,8 +133,7 @@ def train(spec, pushes, chance=None):
             for client, reply in received if fault != "reply lost" else ():
                 assert "error" not in reply.header
                 replies.setdefault((client[0], reply.header["number"]), decoded(reply.encode()))
-    values = {key: [array.tolist() for array in replies[key].arrays] for key in messages}
-    return state(handler), values, fired
+    return state(handler), {key: [array.tolist() for array in replies[key].arrays] for key in messages}, fired
 
 
 def test_messages_that_are_late_lost_repeated_or_damaged_change_nothing():
@@ -146,15 +144,6 @@ def test_messages_that_are_late_lost_repeated_or_damaged_change_nothing():
         assert is_equal(drawn[0], expected[0]) and drawn[0][0] == 5 and drawn[1] == expected[1], "reads are exact"
         fired += drawn[2]
     assert min(fired[kind] for kind in ("lost", "damaged", "reply lost", "again", "old push", "waits")) > 20
-
-
-def test_each_flipped_bit_of_an_array_is_noticed():
-    frames, unnoticed = [bytes(frame) for frame in Message({}, [np.linspace(1, 2, 5), np.arange(3)]).encode()], []
-    for position, bit in product((1, 2), range(8 * 24)):
-        changed = [bytearray(frame) for frame in frames]
-        changed[position][bit // 8] ^= 1 << bit % 8
-        unnoticed += [] if decoded(changed) is None else [(position, bit)]
-    assert not unnoticed, "(number of the array, bit)"
 
 
 ONE_RANK = OwnedSpec(0, 1, AdaGrad(0.1), (GroupSpec("t", 6, 2, "float64", 0),))
@@ -257,20 +246,18 @@ def test_runs_that_cannot_be_are_refused(name):
         assert "error" in ask(CallHandler(), Message({"call": "open", "version": calls.VERSION, "spec": spec})), value
 
 
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner), max_leaves=5)
-TYPES = st.sampled_from(("<i4", "<i8", "<f8", "|b1", ">i4", "O", "(2,)i4", "(,)i4", "i4,(", "M8[ns]")) | JSON
-ARRAYS = st.lists(st.tuples(TYPES, st.lists(st.integers(-2, 9), max_size=3) | JSON, st.just(0) | JSON), max_size=3)
-FIELDS = st.sampled_from(("round", "steps", "lr", "columns", "part", "snapshot", "version", "spec", "number", "call"))
-UNCHANGED = dict.fromkeys(("rank", "group", "holder"))  # without these no call changes rows
+TYPES = st.sampled_from(("<i4", "<i8", "<f8", "|b1", ">i4", "O", "(2,)i4", "(,)i4", "i4,(", "M8[ns]")) | st.text()
+ARRAYS = st.lists(st.tuples(TYPES, st.lists(st.integers(-2, 9), max_size=3), st.just(0)), max_size=3)
 
 
 @settings(max_examples=200)
-@given(st.sampled_from([*VALID]), FIELDS, JSON, ARRAYS | JSON, st.lists(st.binary(), max_size=3))
-def test_garbage_changes_nothing(name, field, value, arrays, frames):
-    handler, header = begun_handler(), {**VALID[name].header, **UNCHANGED, field: value, "arrays": arrays}
-    before = state(handler)
-    for message in (decoded(frames), decoded([json.dumps(header).encode(), *frames])):
+@given(st.sampled_from([*VALID]), ARRAYS, st.lists(st.binary(), max_size=3))
+def test_garbage_changes_nothing(name, arrays, frames):
+    """The header has no rank and no group, since a drawn call could be right otherwise."""
+    handler, without = begun_handler(), dict.fromkeys(("rank", "group", "holder"))
+    header, before = {**VALID[name].header, **without, "arrays": arrays}, state(handler)
+    text = json.dumps(header).encode()
+    for message in (decoded(frames), decoded([zlib.crc32(text).to_bytes(CHECK_BYTES, "little") + text, *frames])):
         for _, reply in handler.handle(b"other", message) if message is not None else ():
             assert decoded(reply.encode()) is not None
     assert is_equal(before, state(handler))
@@ -299,10 +286,8 @@ def start_again(directory, content):
 
 def assert_continues(handler, messages, states, num):
     """The handler is as after so many messages; pushes that come again have no effect."""
-    assert is_equal(state(handler), states[num])
-    assert is_equal(
-        state(send(handler, (each for each in messages[:num] if each.header["call"] == "push"))), states[num]
-    )
+    pushes = [message for message in messages[:num] if message.header["call"] == "push"]
+    assert is_equal(state(handler), states[num]) and is_equal(state(send(handler, pushes)), states[num])
     assert is_equal(state(send(handler, messages[num:])), states[-1])
 
 
@@ -316,14 +301,14 @@ def test_a_journal_that_was_cut_off_has_the_complete_records(tmp_path):
         assert (tmp_path / str(cut) / "rows.journal").read_bytes() == contents[-1], "without what was cut off"
 
 
-# A record is its head (the number of frames, their lengths, a checksum), then a header, then arrays.
-@pytest.mark.parametrize("part", ("number of frames", "length", "checksum of the head", "round", "sign", "value"))
+# A record is the number of frames, their lengths, each with a check, then a header, then arrays.
+@pytest.mark.parametrize("part", ("number of frames", "length", "check", "round", "sign", "value"))
 def test_a_damaged_record_is_an_error(tmp_path, part):
     messages, _, contents = run_with_journal(tmp_path)
     content, begin, end = bytearray(contents[-1]), len(contents[6]), len(contents[7])
     head = begin + 8 * (2 + len(messages[6].encode()))
     round_ = content.index(b'"round": ', head) + len(b'"round": ')
-    flips = {"number of frames": (begin + 1, 128), "length": (begin + 8, 1), "checksum of the head": (head - 8, 1)}
+    flips = {"number of frames": (begin + 1, 128), "length": (begin + 12, 1), "check": (head - 4, 1)}
     position, bits = (flips | {"round": (round_, 1), "sign": (end - 1, 128), "value": (end - 5, 255)})[part]
     content[position] ^= bits
     with pytest.raises(UserError, match=str(tmp_path / "again" / "rows.journal")):
@@ -353,11 +338,9 @@ def test_a_snapshot_does_not_change_and_is_kept_until_all_have_released_it():
     for push, holder in zip(pushes[1:], "ab", strict=True):
         send(handler, [push])
         assert parts(snapshot) == before and all(now != then for now, then in zip(parts(), before, strict=True))
-        later = ask(handler, Message({"call": "snapshot", "holder": "c"}))["snapshot"]
-        assert later != snapshot and parts(later) == parts()
+        assert ask(handler, Message({"call": "snapshot", "holder": "c"}))["snapshot"] != snapshot
         send(handler, [Message({"call": "release", "holder": holder, "snapshot": snapshot})] * 2)
     assert "snapshot of the rows is gone" in ask(handler, calls.get_call(Place(0, "weight", snapshot), rows))["error"]
-    assert parts(later) == parts()
 
 
 def test_another_run_waits_until_all_ranks_have_disconnected():
@@ -365,8 +348,7 @@ def test_another_run_waits_until_all_ranks_have_disconnected():
     handler, get = CallHandler(is_connected=connected.__contains__), calls.get_call(Place(0, "weight"), torch.arange(2))
     assert all("error" not in ask(handler, open_call, client) for client in sorted(connected))
     for num_connected in (2, 1):
-        error = ask(handler, open_call, b"other", "other")["error"]
-        assert f"another run uses this table server: {num_connected} of its ranks are connected" in error
+        assert f" {num_connected} of its ranks are connected" in ask(handler, open_call, b"other", "other")["error"]
         connected.pop()
     assert "error" not in ask(handler, get) and "error" not in ask(handler, open_call, b"other", "other")
     assert ask(handler, get)["error"] == LOST and "error" not in ask(handler, get, b"other", "other")
@@ -380,17 +362,15 @@ def connection(address, key_file=""):
 
 
 @pytest.mark.timeout(20)
+@pytest.mark.filterwarnings("ignore:Exception in thread")  # it ends the server
 @pytest.mark.parametrize("has_keys", (False, True))
 def test_garbage_and_clients_without_keys_disturb_no_other(tmp_path, monkeypatch, has_keys):
+    with pytest.raises(UserError, match="no keys are set; .*serve-tables --new-keys DIR.*, then serve with --keys"):
+        TableServer("tcp://0.0.0.0:0")
     files = [str(path) for path in create_key_files(tmp_path / "keys", "server")] if has_keys else ["", ""]
     server, stopped, generator = TableServer(keys=load_keys(files[0], "server")), threading.Event(), random.Random(0)
-    monkeypatch.setattr(server, "_log", lambda write_line: stopped.is_set() and write_line({}["stopped"]))
-
-    def run():
-        with suppress(KeyError):
-            server.run(print)
-
-    thread, expected = threading.Thread(target=run, daemon=True), OwnedRows(ONE_RANK)
+    monkeypatch.setattr(server, "_log", lambda write_line: stopped.is_set() and sys.exit())
+    thread, expected = threading.Thread(target=server.run, args=(print,), daemon=True), OwnedRows(ONE_RANK)
     thread.start()
     with connection(server.address, files[1]) as rank, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         secure_socket(dealer, load_keys(files[1], "trainer"))
@@ -399,11 +379,11 @@ def test_garbage_and_clients_without_keys_disturb_no_other(tmp_path, monkeypatch
         rank.call(calls.open_call(ONE_RANK)).wait()
         for round_, (push,) in enumerate(make_pushes(ONE_RANK, 30)):
             frames = [generator.randbytes(generator.randrange(200)) for _ in range(generator.randrange(1, 5))]
-            dealer.send_multipart(frames if round_ % 3 else [b'{"call": "open", "arrays": []}'])
+            dealer.send_multipart(frames if round_ % 3 else Message({"call": "open"}).encode())
             rank.call(calls.push_call(round_, push)).wait()
             expected.push(0, round_, push)
-        reply = rank.call(calls.get_call(Place(0, "weight"), torch.arange(6))).wait()
-        assert reply.arrays[0].tolist() == expected.parts(0)["weight"].tolist()
+        (rows,) = rank.call(calls.get_call(Place(0, "weight"), torch.arange(6))).wait().arrays
+        assert torch.equal(torch.from_numpy(rows), expected.parts(0)["weight"])
         assert not dealer.poll(200) and server._handler.served.malformed == 30
         if has_keys:
             with connection(server.address) as other, pytest.raises(UserError, match=f"{server.address}: no reply for"):
@@ -413,9 +393,3 @@ def test_garbage_and_clients_without_keys_disturb_no_other(tmp_path, monkeypatch
     stopped.set()
     thread.join()
     server.close()
-
-
-def test_a_server_for_other_hosts_needs_keys():
-    for address in ("tcp://0.0.0.0:0", "tcp://*:0"):
-        with pytest.raises(UserError, match="no keys are set; .*serve-tables --new-keys DIR.*, then serve with --keys"):
-            TableServer(address)
