@@ -14,10 +14,10 @@ turns, in an order that rotates each round:
     sharded                 no server: the planner's plan over the 8 workers, which own the rows
     sharded, bounded 100    the same with copies
 Dense gradients are all-reduced between workers on all sides. Messages to the server are not encrypted, like those
-between workers. The same sides run in a lab without limited links; what a side's step takes longer with them is its
-exposed communication. A JSON line per side: milliseconds per step (median, least, most), speedup over the side without
-a cache in the same round, kilobytes per step on the server's link in both directions, exposed milliseconds, and the
-speedup that bytes on the link and steps without limited links would give (`bound`).
+between workers. Sides on the server, but A/A and "bounded 10", run again in a lab without limited links; what a step
+takes longer with them is its exposed communication. A JSON line per side: milliseconds per step (median, least, most),
+speedup over the side without a cache in the same round, kilobytes per step on the server's link in both directions,
+exposed milliseconds, and the speedup that bytes on the link and steps without limited links would give (`bound`).
 """
 
 import argparse
@@ -52,7 +52,8 @@ SERVED = {
 }
 SHARDED = {"sharded": "exact", "sharded, bounded 100": "bounded 100"}
 SIDES = (*SERVED, *SHARDED)
-WARM_STEPS, STEPS = {"bounded 10": 300, "bounded 100": 300, "sharded, bounded 100": 300}, 20
+FREE_SIDES = ("no duplicates removed", BASE, "exact", "bounded 100")  # that run without limited links too
+WARM_STEPS, STEPS = {"bounded 10": 300, "bounded 100": 300, "sharded, bounded 100": 300}, 10
 SHORT_WARM_STEPS = 20
 TIMEOUT_SECONDS = 3600.0
 
@@ -224,25 +225,25 @@ def server_bytes(lab: Lab) -> tuple[int, int]:
 
 
 def run_sides(
-    rate: str, name: str, cluster: str, rounds: int, steps: int, warm: Mapping[str, int]
+    rate: str, name: str, cluster: str, sides: Sequence[str], args: argparse.Namespace
 ) -> dict[str, list[dict[str, Any]]]:
-    """Run all sides in turns; returns by side the reply of each round, with a step's bytes on the server's link."""
-    replies: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+    """Run these sides in turns; returns by side the reply of each round, with a step's bytes on the server's link."""
+    replies: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     hosts = [Host(uplink=rate, cpu=CPU)] * RANKS + [Host(uplink=rate, cpu=SERVER_CPU)]
     with TemporaryDirectory() as folder, Lab(Shape(tuple(hosts)), "het") as lab:
-        call = f"from benchmarks.het_servers import worker; worker({folder!r}, {name!r}, {cluster!r}, {list(SIDES)!r})"
+        call = f"from benchmarks.het_servers import worker; worker({folder!r}, {name!r}, {cluster!r}, {list(sides)!r})"
         with start_job(lab, folder, "ours", [sys.executable, "-c", call]) as client:
-            for side in SIDES:
-                client.run_turn(side, warm.get(side, SHORT_WARM_STEPS), 1)
+            for side in sides:
+                client.run_turn(side, args.warm.get(side, SHORT_WARM_STEPS), 1)
                 print(f"{side}: warm", file=sys.stderr)
-            for number in range(rounds):
-                first = number % len(SIDES)
-                for side in (*SIDES[first:], *SIDES[:first]):
+            for number in range(args.rounds):
+                first = number % len(sides)
+                for side in (*sides[first:], *sides[:first]):
                     before = server_bytes(lab)
-                    reply = client.run_turn(side, 2, steps)
+                    reply = client.run_turn(side, 2, args.steps)
                     moved = [after - earlier for after, earlier in zip(server_bytes(lab), before, strict=True)]
-                    replies[side].append(reply | {"bytes": [each / (2 + steps) for each in moved]})
-                print(f"round {number + 1} of {rounds}", file=sys.stderr)
+                    replies[side].append(reply | {"bytes": [each / (2 + args.steps) for each in moved]})
+                print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
     return replies
 
 
@@ -252,9 +253,8 @@ def run(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         if not Path(cluster).exists():
             with Lab(Shape((Host(uplink=args.rate, cpu=CPU),) * RANKS), "het") as lab:
                 measure(lab, Path(cluster))
-        limited, without = (
-            run_sides(rate, name, cluster, args.rounds, args.steps, args.warm) for rate in (args.rate, "")
-        )
+        limited = run_sides(args.rate, name, cluster, SIDES, args)
+        without = run_sides("", name, cluster, FREE_SIDES, args)
     return result_lines(name, args.rate, limited, without, args.steps)
 
 
@@ -266,13 +266,13 @@ def result_lines(
     steps: int,
 ) -> list[dict[str, Any]]:
     times, free = (
-        {side: [1e3 * reply["seconds"] / steps for reply in replies[side]] for side in SIDES}
+        {side: [1e3 * reply["seconds"] / steps for reply in of_side] for side, of_side in replies.items()}
         for replies in (limited, without)
     )
     kilobytes = {
         side: [1e-3 * median(reply["bytes"][way] for reply in limited[side]) for way in (0, 1)] for side in SIDES
     }
-    exposed = {side: median(times[side]) - median(free[side]) for side in SIDES}
+    exposed = {side: median(times[side]) - median(free[side]) for side in free}
     link = {side: 8e6 * sum(kilobytes[side]) / parse_bits_per_second(rate) for side in SIDES}
     lines = []
     for side in SIDES:
@@ -280,13 +280,13 @@ def result_lines(
         rows = [sum(column) for column in zip(*(reply["rows"] for reply in limited[side]), strict=True)]
         line = {"benchmark": "het_servers", "model": name, "rate": rate, "side": side, "rounds": len(ratios)}
         line |= {"ms": median_min_max(times[side]), "over_no_cache": median_min_max(ratios, 2)}
-        line |= {"no_limit_ms": median_min_max(free[side])}
-        line |= {"communication_percent": round(100 * exposed[side] / median(times[side]))}
-        line |= {"exposed_ms": round(exposed[side], 1)}
-        line |= {"less_exposed_percent": round(100 - 100 * exposed[side] / exposed[BASE], 1)}
         line |= {"server_sent_kb": round(kilobytes[side][0]), "server_received_kb": round(kilobytes[side][1])}
         line |= {"fewer_bytes_percent": round(100 - 100 * sum(kilobytes[side]) / sum(kilobytes[BASE]), 1)}
-        if side in SERVED:
+        if side in free:
+            line |= {"no_limit_ms": median_min_max(free[side])}
+            line |= {"communication_percent": round(100 * exposed[side] / median(times[side]))}
+            line |= {"exposed_ms": round(exposed[side], 1)}
+            line |= {"less_exposed_percent": round(100 - 100 * exposed[side] / exposed[BASE], 1)}
             bounds = [median(free[each]) + link[each] for each in (BASE, side)]
             line |= {"bound": round(bounds[0] / bounds[1], 2)}
         keys = ("validated", "sent", "pushed") if rows[0] else ()
@@ -298,7 +298,7 @@ def result_lines(
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="*", choices=MODELS, default=MODELS)
-    parser.add_argument("--rate", default="250mbit", help="of each host's link, the server's too")
+    parser.add_argument("--rate", default="60mbit", help="of each host's link, the server's too")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cluster", default="", metavar="FILE", help="cluster file of such a lab; measured if missing")
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")

@@ -16,6 +16,7 @@ NEEDS_LAB = (
     "cost_model",
     "exchange",
     "het",
+    "het_servers",
     "hsdp",
     "ingest",
     "moe",

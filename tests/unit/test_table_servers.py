@@ -125,7 +125,7 @@ def train(spec, pushes, chance=None):
         fired.update([fault, "old push"] if number % 2 and number // 2 < handler._owned.round else [fault])
         if fault == "damaged":
             frame = chance.choice([frame for frame in frames if frame])
-            frame[chance.randrange(len(frame))] ^= 255
+            frame[chance.randrange(len(frame))] ^= chance.randrange(1, 256)
             assert decoded(frames) is None
         elif fault != "lost":
             received = handler.handle(bytes([rank]), decoded(frames))
