@@ -8,6 +8,7 @@ import zlib
 from collections import Counter
 from contextlib import contextmanager
 from itertools import product
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from shardwright.comm.transport.arrays import CHECK_BYTES, Message, decode_messa
 from shardwright.comm.transport.keys import create_key_files, load_keys, secure_socket
 from shardwright.comm.transport.servers import Caller, ServerConnector, TableServers
 from shardwright.embeddings.copies.updates import RowUpdates, squares_of
-from shardwright.embeddings.service import call_handler, calls
+from shardwright.embeddings.service import call_handler, calls, owned_rows
 from shardwright.embeddings.service.call_handler import LOST, CallHandler
 from shardwright.embeddings.service.journal import CallJournal
 from shardwright.embeddings.service.owned_rows import GroupRead, GroupSpec, OwnedRows, OwnedSpec, Place, Push
@@ -195,7 +196,8 @@ WRONG_ARRAYS = {
 def begun_handler():
     """A handler after a round, with a snapshot."""
     handler = send(CallHandler(), [calls.open_call(ONE_RANK), calls.push_call(0, make_pushes(ONE_RANK, 1)[0][0])])
-    assert ask(handler, Message({"call": "snapshot", "holder": "holder"}))["snapshot"] == SNAPSHOT
+    with mock.patch.object(owned_rows.secrets, "randbits", return_value=SNAPSHOT):
+        assert ask(handler, Message({"call": "snapshot", "holder": "holder"}))["snapshot"] == SNAPSHOT
     return handler
 
 

@@ -13,6 +13,7 @@ from shardwright.embeddings.copies.updates import RowUpdates, apply_updates, sum
 from shardwright.errors import UserError
 from shardwright.spec.optimizer import SparseOptimizer
 
+MAX_VERSION = torch.iinfo(torch.int32).max
 HISTOGRAM_BINS = 33  # number of updates that a copy misses: 0, 1, 2 to 3, 4 to 7, ...
 
 
@@ -44,11 +45,11 @@ class RowClocks:
         """One optimizer step from the updates of all ranks, added in the order of ranks; returns the rows."""
         summed, num_senders_U = sum_by_row(RowUpdates.concat(updates))
         # Updates of several ranks in one batch are one step, as in one process; those that a rank has kept are several.
+        if len(summed.rows_V) and int((self.version_E[summed.rows_V] + summed.counts_V).max()) > MAX_VERSION:
+            raise UserError("a row has more than 2^31 updates: save a checkpoint and resume, which counts from 0")
         merged = RowUpdates(summed.rows_V, 1 + summed.counts_V - num_senders_U, summed.sums_VD, summed.squares_VS)
         apply_updates(optimizer, self.weight_ED, self.state, merged, step)
         self.version_E[summed.rows_V] += summed.counts_V
-        if len(summed.rows_V) and int(self.version_E[summed.rows_V].max()) > torch.iinfo(torch.int32).max:
-            raise UserError("a row has more than 2^31 updates: save a checkpoint and resume, which counts from 0")
         return summed.rows_V
 
 

@@ -147,8 +147,9 @@ class CallHandler:
                     f"this table server was started again for another run, whose ranks may come back; try again in "
                     f"{seconds:.0f} s, or remove its journal"
                 )
+            owned = _make_rows(spec)  # may fail; the rows of an earlier run stay then
             self._end()
-            self._begin(run, spec)
+            self._run, self._owned = run, owned
             if self._journal is not None:
                 self._journal.begin(message)
         elif self._owned is not None and self._owned.spec != spec:
@@ -157,13 +158,6 @@ class CallHandler:
                 "is listed twice"
             )
         self._clients.add(client)
-
-    def _begin(self, run: str, spec: OwnedSpec) -> None:
-        try:
-            self._owned = OwnedRows(spec)
-        except RuntimeError as error:  # of torch: no memory
-            raise UserError(f"no memory for the rows of this run on the table server: {error}") from None
-        self._run = run
 
     def _end(self) -> None:
         self._run, self._owned = "", None
@@ -200,6 +194,11 @@ class CallHandler:
                 replies.append((client, _with_number(reply, number)))
         return replies
 
+    def close(self) -> None:
+        """Leave the journal to another server."""
+        if self._journal is not None:
+            self._journal.unlock()
+
     # The journal
 
     def _record(self, message: Message) -> None:
@@ -227,10 +226,9 @@ class CallHandler:
         header = message.header
         match header["call"]:
             case "open":
-                self._begin(parse_text(header, "run"), calls.parse_spec(dict(header)))
+                self._run, self._owned = parse_text(header, "run"), _make_rows(calls.parse_spec(dict(header)))
             case "rows":
-                self._begin(parse_text(header, "run"), calls.parse_spec(dict(header)))
-                assert self._owned is not None
+                self._run, self._owned = parse_text(header, "run"), _make_rows(calls.parse_spec(dict(header)))
                 self._owned.round = parse_integer(header, "round")
                 for part, saved in zip(self._owned.all_parts(), message.arrays, strict=True):
                     part.copy_(torch.from_numpy(saved))
@@ -241,6 +239,13 @@ class CallHandler:
                 self._owned.put(*calls.parse_put(message))
             case call:
                 raise UserError(f'the journal has a record "{call}" of another version; remove it')
+
+
+def _make_rows(spec: OwnedSpec) -> OwnedRows:
+    try:
+        return OwnedRows(spec)
+    except RuntimeError as error:  # of torch: no memory
+        raise UserError(f"no memory for the rows of this run on the table server: {error}") from None
 
 
 def _with_number(reply: Message, number: int) -> Message:

@@ -118,6 +118,10 @@ class CallJournal:
         self.path.unlink(missing_ok=True)
         self.bytes_ = 0
 
+    def unlock(self) -> None:
+        self.close()
+        os.close(self._lock)
+
     def close(self) -> None:
         if self._file >= 0:
             os.close(self._file)

@@ -9,6 +9,7 @@ Shape legend: A rows to validate, F rows that are sent, V rows with updates, D c
 X values of a row and its state; E rows of a group, R some of them, C columns of a part.
 """
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,9 +24,14 @@ from shardwright.rectangle import IndexRange
 from shardwright.spec.optimizer import SparseOptimizer, num_squares, state_shapes
 from shardwright.spec.workload import Dtype
 
+SNAPSHOT_BITS = 60
 MAX_ROWS = 1 << 31  # of a group
 MAX_ROUNDS_AHEAD = 2  # of pushes, before the rounds that have been applied
 WEIGHT = "weight"
+
+
+class RoundFailed(Exception):
+    """Some updates of a round may have been applied: the server ends before it acknowledges anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,7 @@ class Place:
 class _Snapshot:
     """The parts of all groups as they were, for those that have not yet released it."""
 
+    num_changes: int
     parts: list[dict[str, Tensor]]
     holders: set[str] = field(default_factory=set)
 
@@ -163,7 +170,10 @@ class OwnedRows:
         self._pushes.setdefault(round_, {})[rank] = push
         while len(self._pushes.get(self.round, ())) == self.spec.num_ranks:
             by_rank = self._pushes[self.round]
-            self._apply([by_rank[rank] for rank in range(self.spec.num_ranks)])
+            try:
+                self._apply([by_rank[rank] for rank in range(self.spec.num_ranks)])
+            except Exception as error:
+                raise RoundFailed(f"updates of round {self.round} cannot be applied: {error}") from error
             del self._pushes[self.round]
             self.round += 1
         return True
@@ -219,11 +229,13 @@ class OwnedRows:
 
     def snapshot(self, holder: str) -> int:
         """Keep the rows as they are until all holders have released them; those between the same changes share them."""
-        if self._num_changes not in self._snapshots:
+        number = next((n for n, each in self._snapshots.items() if each.num_changes == self._num_changes), None)
+        if number is None:
             copies = [{name: part.clone() for name, part in self.parts(i).items()} for i, _ in enumerate(self.clocks)]
-            self._snapshots[self._num_changes] = _Snapshot(copies)
-        self._snapshots[self._num_changes].holders.add(holder)
-        return self._num_changes
+            number = secrets.randbits(SNAPSHOT_BITS)  # no other one after a restart
+            self._snapshots[number] = _Snapshot(self._num_changes, copies)
+        self._snapshots[number].holders.add(holder)
+        return number
 
     def release(self, holder: str, snapshot: int) -> None:
         if snapshot in self._snapshots:

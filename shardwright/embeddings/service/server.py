@@ -15,6 +15,7 @@ from shardwright.comm.transport.arrays import Message, decode_message
 from shardwright.comm.transport.keys import CurveKeys, check_address, secure_socket, start_authenticator
 from shardwright.embeddings.service.call_handler import CallHandler, Served
 from shardwright.embeddings.service.journal import CallJournal, JournalError
+from shardwright.embeddings.service.owned_rows import RoundFailed
 from shardwright.errors import UserError
 from shardwright.kernels.native import retain_freed_memory
 
@@ -69,7 +70,7 @@ class TableServer:
             if self._socket.poll(POLL_MILLISECONDS):
                 try:
                     self._receive_calls()
-                except JournalError as error:
+                except (JournalError, RoundFailed) as error:
                     raise UserError(str(error)) from None
             self._log(write_line)
 
@@ -77,6 +78,7 @@ class TableServer:
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.destroy(linger=0)
+        self._handler.close()
 
     def _receive_calls(self) -> None:
         while True:
