@@ -35,7 +35,8 @@ from shardwright.layers.embedding import EmbeddingBags
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
-from shardwright.runtime.planning import keep_in_host_memory, plan_for
+from shardwright.runtime.placements import keep_in_host_memory
+from shardwright.runtime.planning import plan_for
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.workload import Feature, Table
 

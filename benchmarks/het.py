@@ -18,7 +18,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -124,11 +124,9 @@ def make_results(name: str, cluster: Any) -> dict[str, Any]:
 def worker(folder: str, name: str, cluster_file: str, chosen: Sequence[str]) -> None:
     """Body of every rank, which trains these sides."""
     from itertools import cycle
-    from time import perf_counter
 
     import torch
 
-    from shardwright.comm import collective
     from shardwright.comm.mesh import Mesh
     from shardwright.runtime.build import build
     from shardwright.spec import presets
@@ -145,6 +143,18 @@ def worker(folder: str, name: str, cluster_file: str, chosen: Sequence[str]) -> 
         hottest = {table.name: torch.arange(table.rows) for table in model.sparse.tables}
         jobs[side] = build(model, plan, mesh, optimizer=lambda p: torch.optim.SGD(p, 0.01), hottest=hottest)
         runs[side] = jobs[side].run(cycle(batches))
+    train_turns(TurnServer(folder, "ours", mesh.rank, make_broadcast(group)), jobs, runs, group)
+    mesh.close()
+
+
+def train_turns(turns: TurnServer, jobs: Mapping[str, Any], runs: Mapping[str, Any], group: Any) -> None:
+    """Train steps of a side in each turn; the reply has their time, and the rows of copies that were read, validated,
+    sent and pushed."""
+    from time import perf_counter
+
+    import torch
+
+    from shardwright.comm import collective
 
     def barrier_time() -> float:
         collective.all_reduce(torch.zeros(1), group).wait()
@@ -155,17 +165,23 @@ def worker(folder: str, name: str, cluster_file: str, chosen: Sequence[str]) -> 
         own = [[each.read, each.validated, each.sent, each.pushed] for each in of_groups]
         return torch.tensor([[0] * 4, *own]).sum(0).tolist()
 
-    server = TurnServer(folder, "ours", mesh.rank, make_broadcast(group))
-    server.reply({})
-    for side, warm, steps in server.turns():
+    turns.reply({})
+    for side, warm, steps in turns.turns():
         losses = [float(next(runs[side]).loss) for _ in range(warm)]
         before, start = counts(side), barrier_time()
         for _ in range(steps):
             next(runs[side])
         seconds = barrier_time() - start
         moved = [after - earlier for after, earlier in zip(counts(side), before, strict=True)]
-        server.reply({"seconds": seconds, "loss": losses[-1:], "rows": moved})
-    mesh.close()
+        turns.reply({"seconds": seconds, "loss": losses[-1:], "rows": moved})
+
+
+def moved_rows(replies: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of the rows that a side read from copies, the shares that were validated, sent and pushed; empty without
+    copies."""
+    rows = [sum(column) for column in zip(*(reply["rows"] for reply in replies), strict=True)]
+    shares = zip(("validated", "sent", "pushed"), rows[1:], strict=True)
+    return {key: round(100 * num / rows[0], 1) for key, num in shares} if rows[0] else {}
 
 
 def run_sides(
@@ -215,14 +231,12 @@ def result_lines(
     for side in SIDES:
         candidate = predicted[side][1]
         ratios = [exact / ms for exact, ms in zip(times["exact"], times[side], strict=True)]
-        rows = [sum(column) for column in zip(*(reply["rows"] for reply in replies[side]), strict=True)]
         line = {"benchmark": "het", "model": name, "uplink": uplink, "side": side, "rounds": len(ratios)}
         line |= {"ms": median_min_max(times[side]), "over_exact": median_min_max(ratios, 2)}
         line |= {"uplink_kb": round(1e-3 * median(reply["bytes"] for reply in replies[side]))}
-        keys = ("validated", "sent", "pushed") if rows[0] else ()
-        line |= {key: round(100 * num / rows[0], 1) for key, num in zip(keys, rows[1:], strict=False)}
+        line |= (moved := moved_rows(replies[side]))
         loads = [load.copied for load in candidate.problem.placed_loads(candidate.placed) if load.copied is not None]
-        for key in keys:
+        for key in moved:
             share = sum(getattr(load, key) * load.rows_per_sample for load in loads)
             line[f"predicted_{key}"] = round(100 * share / sum(load.rows_per_sample for load in loads), 1)
         line |= {"predicted_ms": round(1e3 * candidate.seconds, 1)}

@@ -36,7 +36,8 @@ from shardwright.planner.step.loop_cost import LoopCost
 from shardwright.planner.tables import cache_hits
 from shardwright.planner.tables.sharding import make_table_loads
 from shardwright.runtime.build import build
-from shardwright.runtime.planning import keep_on_disk, plan_for
+from shardwright.runtime.placements import keep_on_disk
+from shardwright.runtime.planning import plan_for
 from shardwright.runtime.run import measure_loop
 from shardwright.runtime.supported import cached_rows
 from shardwright.spec import presets

@@ -24,13 +24,8 @@ if TYPE_CHECKING:
     from shardwright.runtime.build import build
     from shardwright.runtime.dense_layout import mesh_for
     from shardwright.runtime.job import Job
-    from shardwright.runtime.planning import (
-        allow_staleness,
-        keep_in_host_memory,
-        keep_on_disk,
-        keep_on_servers,
-        plan_for,
-    )
+    from shardwright.runtime.placements import allow_staleness, keep_in_host_memory, keep_on_disk, keep_on_servers
+    from shardwright.runtime.planning import plan_for
     from shardwright.serving.export import export
     from shardwright.serving.predictor import Predictor
     from shardwright.spec.optimizer import LAMB, SGD, AdaGrad, Adam, PartialRowWiseAdam, RowWiseAdaGrad
@@ -57,7 +52,8 @@ _NAMES_BY_MODULE = MappingProxyType(
         "runtime.build": ("build",),
         "runtime.dense_layout": ("mesh_for",),
         "runtime.job": ("Job",),
-        "runtime.planning": ("allow_staleness", "keep_in_host_memory", "keep_on_disk", "keep_on_servers", "plan_for"),
+        "runtime.placements": ("allow_staleness", "keep_in_host_memory", "keep_on_disk", "keep_on_servers"),
+        "runtime.planning": ("plan_for",),
         "serving.export": ("export",),
         "serving.predictor": ("Predictor",),
         "spec.optimizer": ("LAMB", "SGD", "AdaGrad", "Adam", "PartialRowWiseAdam", "RowWiseAdaGrad"),

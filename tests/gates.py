@@ -60,6 +60,7 @@ BLOCKING: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "embeddings/row_threads.py": ("run_alone",),  # of tables as a whole, between steps
         "embeddings/full_tables.py": ("gather_state", "_gather_by_id"),
         "embeddings/service/remote_rows.py": (),  # state on servers, between steps
+        "embeddings/service/server_store.py": (),  # in the thread that copies rows, and before the first step
         "embeddings/service/served_tables.py": ("find_rows", "open", "flush", "_confirm"),  # the last: of earlier calls
         "runtime/agreement.py": (),
         "runtime/bindings.py": ("wait_for_end",),

@@ -75,6 +75,7 @@ def test_every_benchmark_has_a_smallest_case():
             "fastermoe_runs",
             "fastermoe_schedule",
             "gpu_timing",
+            "het_sides",
             "hsdp_model",
             "live_memory",
             "moe_peer_turns",
@@ -89,6 +90,7 @@ def test_every_benchmark_has_a_smallest_case():
             "placement_torchrec",
             "results_file",
             "scripts",
+            "stale_workers",
         ),
         *("sharding_tables", "sharding_torchrec", "tiers_side", "turns", *PICTURES),
     }

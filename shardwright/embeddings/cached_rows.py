@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwright.embeddings.row_threads import RowThreads
-from shardwright.embeddings.store import DiskSnapshot, DiskStore, read_many, row_bytes_of
+from shardwright.embeddings.store import RowStore, StoreSnapshot, row_bytes_of
 from shardwright.kernels.cache_index import CacheIndex
 from shardwright.rectangle import IndexRange
 from shardwright.spec.row_cache import HALF_LIFE_BATCHES
@@ -27,7 +27,7 @@ CHUNK_BYTES = 16 << 20  # of whole rows that are copied at a time when many are
 class CachedRows:
     """`parts_L`: the lines, of each tensor of a row. `row_of_L`: the row of each line."""
 
-    def __init__(self, parts_L: Sequence[Tensor], store: DiskStore, threads: RowThreads, table: str) -> None:
+    def __init__(self, parts_L: Sequence[Tensor], store: RowStore, threads: RowThreads, table: str) -> None:
         self.parts_L, self.store, self._threads = parts_L, store, threads
         self.index = CacheIndex(len(parts_L[0]), HALF_LIFE_BATCHES, table, adapts=True)
         self.row_of_L = torch.full((len(parts_L[0]),), -1)
@@ -108,9 +108,10 @@ def copy_moves(caches: Mapping[int, CachedRows], moves: Tensor) -> None:
     parts = _by_table(table_M[missing], line_M, new_M)
     for number, lines, rows in parts:
         caches[number].row_of_L[lines] = rows
-    own = [caches[number] for number, _, _ in parts]
+    stores = [caches[number].store for number, _, _ in parts]
     counts = [len(rows) for _, _, rows in parts]
-    read_many([each.store for each in own], new_M, line_M, counts, [each.parts_L for each in own])
+    if stores:
+        stores[0].readers.read_many(stores, new_M, line_M, counts, [caches[number].parts_L for number, _, _ in parts])
 
 
 def _by_table(table_M: Tensor, line_M: Tensor, row_M: Tensor) -> list[tuple[int, Tensor, Tensor]]:
@@ -125,7 +126,7 @@ class SharedSnapshot:
 
     def __init__(self, cached: CachedRows) -> None:
         self._cached, self._stack, self._num_users = cached, ExitStack(), 0
-        self._snapshot: DiskSnapshot | None = None
+        self._snapshot: StoreSnapshot | None = None
 
     def open(self) -> None:
         if self._snapshot is None:

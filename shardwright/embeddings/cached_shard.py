@@ -1,10 +1,11 @@
-"""Make the cache and the store of a table shard with rows on disk.
+"""Make the cache and the store of a table shard whose rows are on disk, or on table servers.
 
 Shape legend: E rows of a shard, D its columns, U distinct rows, L lines.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from shardwright.embeddings.layout import TableShard
 from shardwright.embeddings.row_order import RowOrder
 from shardwright.embeddings.row_threads import RowThreads
 from shardwright.embeddings.rows_folder import RowsFolder
-from shardwright.embeddings.store import DiskStore, PageReaders
+from shardwright.embeddings.store import DiskStore, FillRows, PageReaders, RowStore
 from shardwright.kernels import embedding
 from shardwright.kernels.initial import CHUNK_ELEMENTS
 from shardwright.kernels.native import use_huge_pages
@@ -22,19 +23,37 @@ from shardwright.layers.embedding import EmbeddingTables
 from shardwright.spec.optimizer import state_shapes
 
 
+class Stores(Protocol):
+    """Makes the stores of a rank's shards."""
+
+    def make_store(self, shard: TableShard, parts: Sequence[Tensor], fill: FillRows, rounding_key: int) -> RowStore:
+        """An empty store for the rows of a shard; arguments as those of `DiskStore`."""
+        ...
+
+
+class DiskStores:
+    """Stores below the folder for temporary files (TMPDIR), which share a queue of reads."""
+
+    def __init__(self) -> None:
+        self._folder, self._readers = RowsFolder(), PageReaders()
+
+    def make_store(self, shard: TableShard, parts: Sequence[Tensor], fill: FillRows, rounding_key: int) -> RowStore:
+        num_rows, folder = shard.rows[1] - shard.rows[0], self._folder.make_subfolder()
+        return DiskStore(folder, num_rows, parts, fill, self._readers, rounding_key=rounding_key)
+
+
 @dataclass(frozen=True, slots=True)
 class Caches:
     """The lines of each shard of a table, by the table's index; other tables are in memory as a whole.
 
-    Rows are stored below the folder for temporary files (TMPDIR). Threads of this rank place batches and
-    copy rows. `in_float32`: weights of 16 bits are float32 on lines, and rounded when they are written to the store.
+    `stores` have the rows without a line. Threads of this rank place batches and copy rows. `in_float32`: weights of 16
+    bits are float32 on lines, and rounded when they are written to the store.
     """
 
     lines: Mapping[int, int]
     in_float32: bool = False
-    folder: RowsFolder = field(default_factory=RowsFolder)
+    stores: Stores = field(default_factory=DiskStores)
     threads: RowThreads = field(default_factory=RowThreads)
-    readers: PageReaders = field(default_factory=PageReaders)
 
 
 @torch.no_grad()
@@ -57,8 +76,8 @@ def make_cached_rows(bags: EmbeddingTables, shard: TableShard, order: RowOrder, 
         for part_U in parts_U[1:]:
             part_U.fill_(module.initial_state)
 
-    folder, stored = caches.folder.make_subfolder(), [parts_L[0][:0].to(module.weight.dtype), *parts_L[1:]]
-    store = DiskStore(folder, end - start, stored, fill, caches.readers, rounding_key=module.rounding_key)
+    stored = [parts_L[0][:0].to(module.weight.dtype), *parts_L[1:]]
+    store = caches.stores.make_store(shard, stored, fill, module.rounding_key)
     if not module.weight.is_meta:
         states = bags.state(table.name) if bags.steps[table.name] else {}
         step = max(1, CHUNK_ELEMENTS // shard.dim)

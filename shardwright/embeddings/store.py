@@ -1,9 +1,9 @@
-"""Rows on disk of a table with a cache: those that have no line, and older values of those that have one.
+"""Rows of a table with a cache that have no line, and older values of those that have one: here, on disk.
 
 A row is a weight and its optimizer state: a row of each of several tensors, the lines of the cache. A store copies rows
 from and to lines.
 
-Shape legend: U distinct rows, L lines, E rows of a table.
+Shape legend: U distinct rows, L lines, E rows of a table, D columns.
 """
 
 import ctypes
@@ -11,10 +11,10 @@ import os
 import resource
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -45,6 +45,65 @@ class DiskNumbers:
     by_ring: int
 
 
+class StoreNumbers(Protocol):
+    """Bytes since the store began."""
+
+    @property
+    def bytes_read(self) -> int: ...
+    @property
+    def bytes_written(self) -> int: ...
+
+
+class StoreSnapshot(Protocol):
+    def read(self, first: int, parts_U: Sequence[Tensor]) -> None:
+        """Rows from `first` on, as many as the tensors have."""
+        ...
+
+
+class RowStore(Protocol):
+    """`num_rows` rows. `read` and `write` must not overlap each other; a snapshot may be read beside them.
+    `nonfinite_rows`: those whose weight was not finite when it was written."""
+
+    num_rows: int
+    nonfinite_rows: set[int]
+
+    @property
+    def readers(self) -> "StoreReaders": ...
+    @property
+    def numbers(self) -> StoreNumbers: ...
+
+    def empty_parts(self, num: int) -> list[Tensor]:
+        """Tensors for so many rows as they are stored."""
+        ...
+
+    def read(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
+        """Copy rows to lines; rows that were never written get their initial values."""
+        ...
+
+    def write(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
+        """Copy lines to rows."""
+        ...
+
+    def snapshot(self) -> AbstractContextManager[StoreSnapshot]:
+        """The rows as they are now, for as long as the context lasts."""
+        ...
+
+
+class StoreReaders(Protocol):
+    """Reads rows of several stores of a rank at once."""
+
+    def read_many(
+        self,
+        stores: Sequence[Any],
+        rows_U: Tensor,
+        lines_U: Tensor,
+        counts: Sequence[int],
+        parts_L: Sequence[Sequence[Tensor]],
+    ) -> None:
+        """Copy rows to lines, as `read` of several stores, so many rows of each."""
+        ...
+
+
 class PageReaders:
     """Reads of pages from disk, many in flight: of all stores of a rank, since a disk has one queue."""
 
@@ -55,12 +114,44 @@ class PageReaders:
         self.native, self.handle = native, native.shardwright_page_readers_new(READS_IN_FLIGHT, IO_THREADS)
         weakref.finalize(self, native.shardwright_page_readers_free, self.handle).atexit = False
 
+    def read_many(
+        self,
+        stores: Sequence["DiskStore"],
+        rows_U: Tensor,
+        lines_U: Tensor,
+        counts: Sequence[int],
+        parts_L: Sequence[Sequence[Tensor]],
+    ) -> None:
+        """Copy rows to lines, as `read` of several stores, so many rows of each; the disk gets all reads at once."""
+        rows, lines = rows_U.split(list(counts)), lines_U.split(list(counts))
+        is_rounded = [store.is_rounded(own) for store, own in zip(stores, parts_L, strict=True)]
+        targets = [
+            store.empty_parts(count) if rounded else own
+            for store, own, count, rounded in zip(stores, parts_L, counts, is_rounded, strict=True)
+        ]
+        at = [torch.arange(len(own)) if rounded else own for own, rounded in zip(lines, is_rounded, strict=True)]
+        all_rows, all_lines, never_U = rows_U.contiguous(), torch.cat(at), torch.empty_like(rows_U)
+        logs, sizes, num_never = torch.tensor([[s.handle for s in stores], counts, [0] * len(stores)])
+        parts = np.concatenate([_part_table(own) for own in targets])
+        pointers = (sizes.data_ptr(), all_rows.data_ptr(), all_lines.data_ptr(), parts.ctypes.data)
+        results = never_U.data_ptr(), num_never.data_ptr()
+        failed = self.native.shardwright_row_logs_read(
+            logs.data_ptr(), len(stores), *pointers, len(parts) // len(stores), *results
+        )
+        if failed >= 0:
+            stores[failed].raise_error()
+        never = never_U.split(list(counts))
+        for number, (store, target) in enumerate(zip(stores, targets, strict=True)):
+            unwritten = never[number][: int(num_never[number])]
+            fill_lines(store.fill, rows[number][unwritten], at[number][unwritten], target)
+            for part_L, part_U in zip(parts_L[number], target, strict=True) if is_rounded[number] else ():
+                part_L[lines[number]] = part_U.to(part_L.dtype)
+
 
 class DiskStore:
-    """Rows in files of a folder of their own (csrc/row_files.h).
+    """A `RowStore` in files of a folder of their own (csrc/row_files.h).
 
-    The files are this process's: a store begins empty, and removes them at its end. `read` and `write` must not overlap
-    each other; a snapshot may be read beside them.
+    The files are this process's: a store begins empty, and removes them at its end.
     """
 
     def __init__(
@@ -87,7 +178,8 @@ class DiskStore:
             )
         if num_rows > MAX_ROWS:
             raise UserError(f"a shard of {num_rows:,} rows on disk; at most {MAX_ROWS:,}: shard the table by rows")
-        self.folder, self.num_rows, self._native, self._fill = folder, num_rows, native, fill
+        self.folder, self.num_rows, self._native, self.fill = folder, num_rows, native, fill
+        self.readers = readers
         self._parts = [part[:0] for part in parts]
         self._rounding_key, self._num_rounded = rounding_key, 0
         self.nonfinite_rows: set[int] = set()  # rows whose weight was not finite when it was written
@@ -107,7 +199,7 @@ class DiskStore:
 
     def read(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
         """Copy rows to lines; rows that were never written get their initial values."""
-        read_many([self], rows_U, lines_U, [len(rows_U)], [parts_L])
+        self.readers.read_many([self], rows_U, lines_U, [len(rows_U)], [parts_L])
 
     def write(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
         """Copy lines to rows."""
@@ -116,20 +208,12 @@ class DiskStore:
             keys_U = row_keys(self._rounding_key, self._num_rounded, rows_U)
             parts_L = [part_L[lines_U] for part_L in parts_L]
             parts_L[0], lines_U = stochastic_round(parts_L[0], self._parts[0].dtype, keys_U), torch.arange(len(rows_U))
-        self._note_nonfinite(rows_U, lines_U, parts_L[0])
+        note_nonfinite(self.nonfinite_rows, rows_U, parts_L[0][lines_U])
         rows, lines, parts, native = rows_U.contiguous(), lines_U.contiguous(), _part_table(parts_L), self._native
         pointers = rows.data_ptr(), lines.data_ptr(), len(rows)
         self._raise_if_failed(native.shardwright_row_log_write(self._log, *pointers, parts.ctypes.data, len(parts)) - 1)
         num_segments = COMPACTED_SEGMENTS * (1 + len(rows) * self._record_bytes // self._segment_bytes)
         self._raise_if_failed(native.shardwright_row_log_compact(self._log, DEAD_SHARE, num_segments) - 1)
-
-    def _note_nonfinite(self, rows_U: Tensor, lines_U: Tensor, weight_L: Tensor) -> None:
-        sums_U = weight_L[lines_U].sum(1, dtype=torch.float64)
-        is_finite_U = sums_U.isfinite()
-        if self.nonfinite_rows:
-            self.nonfinite_rows.difference_update(rows_U.tolist())
-        if not is_finite_U.all():
-            self.nonfinite_rows.update(rows_U[~is_finite_U].tolist())
 
     @contextmanager
     def snapshot(self) -> Iterator["DiskSnapshot"]:
@@ -146,7 +230,7 @@ class DiskStore:
         call = self._native.shardwright_row_log_read_snapshot
         arguments = (number, first, len(never), parts.ctypes.data, len(parts), never.data_ptr())
         num = self._raise_if_failed(call(self._log, *arguments))
-        self.fill_lines(first + never[:num], never[:num], parts_U)
+        fill_lines(self.fill, first + never[:num], never[:num], parts_U)
 
     @property
     def numbers(self) -> DiskNumbers:
@@ -170,15 +254,6 @@ class DiskStore:
         """Raise the first error."""
         self._raise_if_failed(-1)
 
-    def fill_lines(self, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
-        """Write the initial values of rows to lines."""
-        if not len(rows_U):
-            return
-        parts_U = [part_L.new_empty(len(rows_U), *part_L.shape[1:]) for part_L in parts_L]
-        self._fill(rows_U, parts_U)
-        for part_L, part_U in zip(parts_L, parts_U, strict=True):
-            part_L[lines_U] = part_U
-
     def _raise_if_failed(self, result: int) -> int:
         if result < 0:
             text = ctypes.create_string_buffer(1024)
@@ -187,40 +262,23 @@ class DiskStore:
         return result
 
 
-def read_many(
-    stores: Sequence[DiskStore],
-    rows_U: Tensor,
-    lines_U: Tensor,
-    counts: Sequence[int],
-    parts_L: Sequence[Sequence[Tensor]],
-) -> None:
-    """Copy rows to lines, as `read` of several stores, so many rows of each; the disk gets all reads at once."""
-    if not stores:
+def fill_lines(fill: FillRows, rows_U: Tensor, lines_U: Tensor, parts_L: Sequence[Tensor]) -> None:
+    """Write the initial values of rows to lines."""
+    if not len(rows_U):
         return
-    rows, lines = rows_U.split(list(counts)), lines_U.split(list(counts))
-    is_rounded = [store.is_rounded(own) for store, own in zip(stores, parts_L, strict=True)]
-    targets = [
-        store.empty_parts(count) if rounded else own
-        for store, own, count, rounded in zip(stores, parts_L, counts, is_rounded, strict=True)
-    ]
-    at = [torch.arange(len(own)) if rounded else own for own, rounded in zip(lines, is_rounded, strict=True)]
-    all_rows, all_lines, never_U = rows_U.contiguous(), torch.cat(at), torch.empty_like(rows_U)
-    logs, sizes, num_never = torch.tensor([[s.handle for s in stores], counts, [0] * len(stores)])
-    parts = np.concatenate([_part_table(own) for own in targets])
-    pointers = (sizes.data_ptr(), all_rows.data_ptr(), all_lines.data_ptr(), parts.ctypes.data)
-    native, results = native_library(), (never_U.data_ptr(), num_never.data_ptr())
-    assert native is not None
-    failed = native.shardwright_row_logs_read(
-        logs.data_ptr(), len(stores), *pointers, len(parts) // len(stores), *results
-    )
-    if failed >= 0:
-        stores[failed].raise_error()
-    never = never_U.split(list(counts))
-    for number, (store, target) in enumerate(zip(stores, targets, strict=True)):
-        unwritten = never[number][: int(num_never[number])]
-        store.fill_lines(rows[number][unwritten], at[number][unwritten], target)
-        for part_L, part_U in zip(parts_L[number], target, strict=True) if is_rounded[number] else ():
-            part_L[lines[number]] = part_U.to(part_L.dtype)
+    parts_U = [part_L.new_empty(len(rows_U), *part_L.shape[1:]) for part_L in parts_L]
+    fill(rows_U, parts_U)
+    for part_L, part_U in zip(parts_L, parts_U, strict=True):
+        part_L[lines_U] = part_U
+
+
+def note_nonfinite(nonfinite_rows: set[int], rows_U: Tensor, weight_UD: Tensor) -> None:
+    """Update the set of rows whose weight is not finite with what is written."""
+    is_finite_U = weight_UD.sum(1, dtype=torch.float64).isfinite()
+    if nonfinite_rows:
+        nonfinite_rows.difference_update(rows_U.tolist())
+    if not is_finite_U.all():
+        nonfinite_rows.update(rows_U[~is_finite_U].tolist())
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,10 @@ class Lab:
         """Cut a link, such as `u0`, or connect it again."""
         network.cut(self.name, link, connected)
 
+    def set_uplinks(self, rate: str) -> None:
+        """Change the rate of the uplinks of all hosts, such as "100mbit", while ranks run."""
+        network.set_uplinks(self.name, self.shape, rate)
+
     def __enter__(self) -> "Lab":
         self.start()
         return self

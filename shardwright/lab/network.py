@@ -104,6 +104,15 @@ def cut(lab: str, link: str, connected: bool = False) -> None:
     run_ip("-n", namespace(lab, "net"), "link", "set", link, "up" if connected else "down")
 
 
+def set_uplinks(lab: str, shape: Shape, rate: str) -> None:
+    """Change the rate of the uplinks of all hosts, which the shape limits."""
+    if free := [index for index, host in enumerate(shape.hosts) if not host.uplink]:
+        raise UserError(f"the uplink of host {free[0]} has no rate to change: create the lab with one")
+    ends = [end for index, _ in enumerate(shape.hosts) for end in (f"u{index}", f"u{index}c")]
+    lines = [line for end in ends for line in _set_rate(end, rate, shape, "change")]
+    _run_batch("tc", namespace(lab, "net"), lines)
+
+
 def run_ip(*words: str) -> str:
     return _run(["ip", *words])
 
@@ -167,16 +176,24 @@ def _link_ends(lab: str, shape: Shape) -> dict[str, list[tuple[str, str]]]:
 
 def _shape_link(end: str, rate: str, shape: Shape) -> Iterator[str]:
     """`tc` commands that limit what one end of a link sends."""
+    if not shape.priorities:
+        yield from _set_rate(end, rate, shape, "add")
+        return
+    yield f"qdisc add dev {end} root handle 1: htb default 20"
+    yield from _set_rate(end, rate, shape, "add")
+    yield f"filter add dev {end} parent 1: protocol ip u32 match ip tos 0x10 0x10 flowid 1:10"
+
+
+def _set_rate(end: str, rate: str, shape: Shape, verb: str) -> Iterator[str]:
+    """`tc` commands that set what one end of a link may send; `verb`: add or change."""
     bits, burst = int(parse_bits_per_second(rate)), parse_bytes(shape.burst)
     if not shape.priorities:
-        yield f"qdisc add dev {end} root tbf rate {bits}bit burst {burst}b limit {QUEUE_BYTES}"
+        yield f"qdisc {verb} dev {end} root tbf rate {bits}bit burst {burst}b limit {QUEUE_BYTES}"
         return
     ceiling = f"ceil {bits}bit burst {burst}b cburst {burst}b"
-    yield f"qdisc add dev {end} root handle 1: htb default 20"
-    yield f"class add dev {end} parent 1: classid 1:1 htb rate {bits}bit {ceiling}"
-    yield f"class add dev {end} parent 1:1 classid 1:10 htb rate {bits * 9 // 10}bit {ceiling} prio 0"
-    yield f"class add dev {end} parent 1:1 classid 1:20 htb rate {bits // 10}bit {ceiling} prio 1"
-    yield f"filter add dev {end} parent 1: protocol ip u32 match ip tos 0x10 0x10 flowid 1:10"
+    yield f"class {verb} dev {end} parent 1: classid 1:1 htb rate {bits}bit {ceiling}"
+    yield f"class {verb} dev {end} parent 1:1 classid 1:10 htb rate {bits * 9 // 10}bit {ceiling} prio 0"
+    yield f"class {verb} dev {end} parent 1:1 classid 1:20 htb rate {bits // 10}bit {ceiling} prio 1"
 
 
 def _run_batch(tool: str, name: str, lines: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardwright.comm.codec import Bf16, Fp16, Plain
 from shardwright.comm.mesh import Group, Mesh, current_rank
 from shardwright.embeddings.announcement import BatchAnnouncer
-from shardwright.embeddings.cached_shard import Caches
+from shardwright.embeddings.cached_shard import Caches, DiskStores
 from shardwright.embeddings.exchange import Lanes, ShardedTables
 from shardwright.embeddings.host_tables import HostTables
 from shardwright.embeddings.layout import build_layout
@@ -38,7 +38,7 @@ from shardwright.runtime.bindings import StepBindings
 from shardwright.runtime.dense_layout import DenseOptimizer, announced_axes, mesh_for
 from shardwright.runtime.job import Job
 from shardwright.runtime.rank_group import RankGroup
-from shardwright.runtime.served import check_servers, connect_servers, open_tables
+from shardwright.runtime.served import check_servers, connect_servers, open_stores, open_tables
 from shardwright.runtime.supported import EXACT_REMEDY, cached_rows, check_supported, gpu_rows, is_single_process
 from shardwright.runtime.user_loop import UserLoop
 from shardwright.spec.lanes import IDS, WIRE
@@ -221,11 +221,13 @@ def shard_tables(sparse: EmbeddingTables, plan: Plan, mesh: Mesh, options: _Opti
     lanes = Lanes(ids, wire, CODECS[plan.wire.vectors](), CODECS[plan.wire.gradients]())
     lines = [(index, cached_rows(plans[table.name])) for index, table in enumerate(sparse.tables)]
     lines_by_table = {index: num for index, num in lines if num is not None}
-    caches = Caches(lines_by_table, in_float32=FLOAT32_LINES in plan.allow) if lines_by_table else None
     in_flight = STEPS_IN_FLIGHT * options.accumulate
     connector = connect_servers(mesh)
+    stores = open_stores(sparse, layout, plan, RankGroup(mesh), connector)
+    in_float32 = FLOAT32_LINES in plan.allow
+    caches = Caches(lines_by_table, in_float32, stores or DiskStores()) if lines_by_table else None
     sharded = ShardedTables(sparse, layout, orders, lanes, mesh.device, caches, in_flight, connector)
-    if layout.served:
+    if sharded.served.groups:
         open_tables(sharded, RankGroup(mesh))
     sparse.give_up(sharded)
 

@@ -6,10 +6,9 @@ One process holds all tables (`plan_single_process`). For several ranks, only `P
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 from torch import nn
@@ -19,7 +18,7 @@ from shardwright.comm.mesh import host_topology, select_device, world_size
 from shardwright.config import PlanSettings, Settings
 from shardwright.config.overrides import apply_overrides
 from shardwright.data.sources.source import Source
-from shardwright.errors import UserError, did_you_mean
+from shardwright.errors import UserError
 from shardwright.jagged import Batch, check_batch
 from shardwright.layers.loss import BinaryLoss, ClassLoss
 from shardwright.measure.describe import describe, sparse_of
@@ -32,25 +31,20 @@ from shardwright.planner.step.stages import (
     NO_BODIES,
     ONE_RANK,
     ONE_RANK_GPU,
-    has_copies,
     step_stages,
-    with_copies,
-    with_prefetch,
 )
 from shardwright.runtime.launch import launcher
+from shardwright.runtime.placements import keep_on_disk
 from shardwright.runtime.run import measure_loop, recipe
 from shardwright.spec import files, presets
 from shardwright.spec.cache_hits import with_recorded_hits
 from shardwright.spec.cluster import Cluster
-from shardwright.spec.plan import Bounded, Plan, Rect, Share, TablePlan, single_rank_plan
+from shardwright.spec.plan import Plan, single_rank_plan
 from shardwright.spec.routing_trace import RoutingTrace, read_trace, with_recorded_shares
-from shardwright.spec.row_cache import DISK, GPU, HOST, WAYS
-from shardwright.spec.stage_checks import max_staleness
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
 USABLE_MEMORY_SHARE = 0.9  # of a host's memory
-SERVED_ORDER = "hash:0"  # of tables on several servers: each gets its share of popular rows
 UNMEASURED_REASON = (
     "cluster",
     "not measured: rates of a published machine; measure this one and give plan.cluster=FILE",
@@ -128,104 +122,6 @@ def plan_for(
     for key, value in settings.model_dump(exclude_defaults=True).items():
         raise UserError(f"{key}={value!r} is for several ranks; start this with torchrun")
     return plan_single_process(model, workload, allow)
-
-
-def keep_on_disk(plan: Plan, rows_in_memory: Mapping[str, int]) -> Plan:
-    """The plan with the rows of these tables on disk; of each of their shards, so many rows are in memory at a time.
-
-    They must hold the rows of the batches in flight: of this and the next step. The rows are stored below the folder
-    for temporary files (TMPDIR).
-    """
-    return replace(_cached(plan, rows_in_memory, HOST, DISK), stages=with_prefetch(plan.stages))
-
-
-def keep_in_host_memory(plan: Plan, rows_in_gpu_memory: Mapping[str, int]) -> Plan:
-    """The plan with these tables in host memory; so many rows of each are in GPU memory at a time.
-
-    For one process: `build(model, plan, Mesh(device="cuda"))`. The rows in GPU memory must hold those of the batches in
-    flight: of this and the next step.
-    """
-    plan = _cached(plan, rows_in_gpu_memory, GPU, HOST)
-    return replace(plan, stages=with_prefetch(plan.stages, from_host=True))
-
-
-def allow_staleness(plan: Plan, bounds: Mapping[str, Bounded]) -> Plan:
-    """The plan in which ranks read rows of these tables from copies that may be stale within these bounds.
-
-    Adds the needed "staleness<=N" to `allow`. Each row needs one owner: a table is one shard, or has row shards.
-    """
-    names = [table.table for table in plan.tables]
-    for name in bounds:
-        if name not in names:
-            raise UserError(f'no table "{name}" in the plan{did_you_mean(name, names)}')
-    tables = tuple(
-        replace(table, placement=replace(table.placement, sync=bounds[table.table]), travel="rows")
-        if table.table in bounds
-        else table
-        for table in plan.tables
-    )
-    if plan.num_ranks == 1:
-        raise UserError("bounded staleness is for copies of rows of other ranks, and this plan is for one process")
-    most = max((sync.max_missed(plan.num_ranks) for sync in bounds.values()), default=0)
-    if not most:
-        return replace(plan, tables=tables)
-    allow = plan.allow if max_staleness(plan.allow) >= most else (*plan.allow, f"staleness<={most}")
-    return replace(plan, tables=tables, stages=with_copies(plan.stages), allow=allow)
-
-
-def keep_on_servers(plan: Plan, bounds: Mapping[str, Bounded], servers: int = 1) -> Plan:
-    """The plan with the rows of these tables on `servers` table servers, in equal parts.
-
-    `Bounded(0, 0, copies)` is exact: a rank keeps copies of rows that it has read, and asks for each batch which of
-    them other ranks have changed. Larger bounds ask less often; they add the needed "staleness<=N" to `allow`.
-    """
-    names = [table.table for table in plan.tables]
-    for name in bounds:
-        if name not in names:
-            raise UserError(f'no table "{name}" in the plan{did_you_mean(name, names)}')
-    if servers < 1:
-        raise UserError(f"servers is {servers}; wanted 1 or more")
-    if has_copies(plan.stages):
-        raise UserError(
-            "the plan has tables with bounded staleness on ranks, or on servers, already: start from one without"
-        )
-    tables = tuple(_on_servers(plan, table, bounds.get(table.table), servers) for table in plan.tables)
-    most = max((sync.max_missed(plan.num_ranks) for sync in bounds.values()), default=0)
-    allow = plan.allow if max_staleness(plan.allow) >= most else (*plan.allow, f"staleness<={most}")
-    stages = with_copies(plan.stages, of_servers=True)
-    return replace(plan, tables=tables, servers=servers, stages=stages, allow=allow)
-
-
-def _on_servers(plan: Plan, table: TablePlan, sync: Bounded | None, servers: int) -> TablePlan:
-    if sync is None:
-        return table
-    rows, cols = max(rect.rows[1] for rect in table.rects), max(rect.cols[1] for rect in table.rects)
-    ends = [rows * server // servers for server in range(servers + 1)]
-    rects = tuple(
-        Rect(table.table, span, (0, cols), (plan.num_ranks + server,))
-        for server, span in enumerate(pairwise(ends))
-        if span[0] < span[1]
-    )
-    placement = replace(table.placement, sync=sync, tiers=(Share(HOST),))
-    order = SERVED_ORDER if servers > 1 else table.order
-    return replace(table, rects=rects, order=order, placement=placement, travel="rows", scheme="")
-
-
-def _cached(plan: Plan, lines: Mapping[str, int], fast: str, slow: str) -> Plan:
-    """The plan with so many rows of each shard of these tables in a fast tier, and all others in a slow one."""
-    names = [table.table for table in plan.tables]
-    for name, rows in lines.items():
-        if name not in names:
-            raise UserError(f'no table "{name}" in the plan{did_you_mean(name, names)}')
-        if rows < WAYS:
-            raise UserError(f'{rows} rows of table "{name}" in faster memory; wanted {WAYS} or more')
-    tables = tuple(
-        replace(table, placement=replace(table.placement, tiers=(Share(fast, lines[table.table]), Share(slow))))
-        if table.table in lines
-        else table
-        for table in plan.tables
-    )
-    return replace(plan, tables=tables)
 
 
 def plan_single_process(model: nn.Module, workload: Workload, allow: Sequence[str]) -> Plan:

@@ -1,13 +1,19 @@
 """Connect the ranks of a job to the table servers of its plan."""
 
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from shardwright.comm.mesh import Mesh
 from shardwright.comm.transport.servers import Caller, ServerConnector, TableServers
 from shardwright.embeddings.exchange import ShardedTables
+from shardwright.embeddings.layout import Layout
 from shardwright.embeddings.service import remote_rows
+from shardwright.embeddings.service.server_store import ServerStores
 from shardwright.errors import UserError
+from shardwright.layers.embedding import EmbeddingTables
 from shardwright.runtime.rank_group import RankGroup
+from shardwright.runtime.supported import is_cached_from_servers
 from shardwright.spec.plan import Plan
 
 
@@ -37,12 +43,36 @@ def connect_servers(mesh: Mesh) -> ServerConnector | None:
 
 def open_tables(sharded: ShardedTables, ranks: RankGroup) -> None:
     """Give the rows of tables to their servers; each rank sends its share. All ranks call it."""
-    error = ""
-    try:
+    with _same_on_all(ranks):
         sharded.served.open()
         share = ranks.rank, ranks.size
         rectangles = remote_rows.table_rectangles(sharded.served, sharded.layout, sharded.orders, share)
         remote_rows.send_initial_rows(rectangles, sharded.bags)
+
+
+def open_stores(
+    bags: EmbeddingTables, layout: Layout, plan: Plan, ranks: RankGroup, connector: ServerConnector | None
+) -> ServerStores | None:
+    """The stores on servers of tables whose rows do not all fit this rank; None if there are none. All ranks call
+    it."""
+    by_name = {table.table: table for table in plan.tables}
+    cached = {index for index, table in enumerate(bags.tables) if is_cached_from_servers(by_name[table.name])}
+    if not cached or connector is None:
+        return None
+    if bags.optimizer is None:
+        raise UserError("tables on servers are trained, and these have no optimizer: set one, or keep them on disk")
+    stores = ServerStores(bags, layout, cached, connector, ranks.rank)
+    with _same_on_all(ranks):
+        stores.open()
+    return stores
+
+
+@contextmanager
+def _same_on_all(ranks: RankGroup) -> Iterator[None]:
+    """Raise the same error on all ranks."""
+    error = ""
+    try:
+        yield
     except UserError as failure:
         error = str(failure)
     if errors := [each for each in ranks.all_gather_text(error) if each]:

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 from shardwright.errors import UserError
 from shardwright.spec.plan import TABLE_DTYPES, Bounded, Exact, Plan, TablePlan, single_rank_table_plan, widest_dtype
-from shardwright.spec.row_cache import DISK, GPU, HOST
+from shardwright.spec.row_cache import DISK, GPU, HOST, SERVERS
 from shardwright.spec.workload import Table
 
 EXACT_REMEDY = 'remove "staleness<=N" from allow, or leave the table out of allow_staleness or keep_on_servers'
@@ -19,9 +19,15 @@ def is_single_process(plan: Plan) -> bool:
 
 
 def cached_rows(planned: TablePlan) -> int | None:
-    """Of a table with rows on disk, the number of rows of each shard that are in memory at a time."""
+    """Of a table with rows on disk or on table servers, the number of rows of each shard that are in memory at a
+    time."""
     tiers = planned.placement.tiers
-    return tiers[0].rows if len(tiers) == 2 and tiers[1].tier == DISK else None
+    return tiers[0].rows if len(tiers) == 2 and tiers[1].tier in (DISK, SERVERS) else None
+
+
+def is_cached_from_servers(planned: TablePlan) -> bool:
+    """Whether ranks own a table's shards, and have room for some of their rows: the others are on table servers."""
+    return planned.placement.tiers[-1].tier == SERVERS
 
 
 def gpu_rows(planned: TablePlan) -> int | None:
@@ -67,7 +73,9 @@ def _check_table(plan: Plan, planned: TablePlan, table: Table) -> Iterator[str]:
         yield from _check_growing(planned)
     if cached_rows(planned) is not None:
         if any(len(rect.ranks) > 1 for rect in planned.rects):
-            yield f"replicas of table {planned.table}, which has rows on disk"
+            yield f"replicas of table {planned.table}, which has rows on disk or on servers"
+        if is_cached_from_servers(planned) and planned.placement.weight_dtype not in ("float32", "float64"):
+            yield f"weights in {planned.placement.weight_dtype} of table {planned.table}, which has rows on servers"
         planned = replace(
             planned, placement=replace(planned.placement, tiers=(planned.placement.tiers[0]._replace(rows=None),))
         )
@@ -110,4 +118,4 @@ def _check_growing(planned: TablePlan) -> Iterator[str]:
     if any(len(rect.ranks) > 1 for rect in planned.rects):
         yield f"replicas of table {planned.table}, which grows"
     if cached_rows(planned) is not None:
-        yield f"rows on disk of table {planned.table}, which grows"
+        yield f"rows on disk or on servers of table {planned.table}, which grows"

@@ -5,7 +5,7 @@ from math import prod
 from shardwright.spec.optimizer import SparseOptimizer, num_squares, state_shapes
 from shardwright.spec.workload import DTYPE_BYTES, Growth, Table
 
-GPU, HOST, DISK = "hbm", "dram", "ssd"  # memory tiers
+GPU, HOST, DISK, SERVERS = "hbm", "dram", "ssd", "servers"  # memory tiers
 FLOAT32_LINES = "cache.fp32"  # in a plan's `allow`: weights of 16 bits are float32 while they are on lines
 WAYS = 32  # lines of a set
 LINE_BYTES = 42  # of the index in memory, for each line

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.errors import did_you_mean
 from shardwright.spec.checks import check_non_negative, check_positive, check_unique
-from shardwright.spec.row_cache import FLOAT32_LINES, WAYS
+from shardwright.spec.row_cache import FLOAT32_LINES, SERVERS, WAYS
 from shardwright.spec.stage_checks import Check, max_staleness
 from shardwright.spec.workload import DTYPE_BYTES, Dtype, Table, Workload, state_dtype
 
@@ -162,6 +162,16 @@ def missing_prefetch(plan: "Plan", *_: object) -> Iterator[str]:
     names = [table.table for table in plan.tables if len(table.placement.tiers) > 1]
     if names and not any(stage.name == "prefetch" for stage in plan.stages):
         yield f'stages: table "{names[0]}" has rows in several tiers, and no stage "prefetch" copies them'
+
+
+def mixed_tiers(plan: "Plan", *_: object) -> Iterator[str]:
+    """Faults of tables with rows on servers that ranks own: all caches of a rank have the same slower tier."""
+    by_tier = {table.placement.tiers[-1].tier: table.table for table in plan.tables if len(table.placement.tiers) > 1}
+    if SERVERS in by_tier and len(by_tier) > 1:
+        other = next(name for tier, name in by_tier.items() if tier != SERVERS)
+        yield f'table "{by_tier[SERVERS]}" has rows on servers, and "{other}" has rows in other tiers; use one of both'
+    if SERVERS in by_tier and not plan.servers:
+        yield f'table "{by_tier[SERVERS]}" has rows on servers, and servers is 0; use keep_on_servers'
 
 
 def disallowed_sync(plan: "Plan", *_: object) -> Iterator[str]:
@@ -312,6 +322,7 @@ CHECKS: tuple[Check, ...] = (
     invalid_servers,
     invalid_tiers,
     missing_prefetch,
+    mixed_tiers,
     disallowed_sync,
     disallowed_rounding,
     unknown_names,

@@ -22,7 +22,8 @@ from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import describe
 from shardwright.planner.step.stages import step_stages, with_copies
 from shardwright.runtime.build import build
-from shardwright.runtime.planning import allow_staleness, plan_single_process
+from shardwright.runtime.placements import allow_staleness
+from shardwright.runtime.planning import plan_single_process
 from shardwright.spec.axes import Axis
 from shardwright.spec.lanes import LANES
 from shardwright.spec.optimizer import SGD, AdaGrad, Adam, RowWiseAdaGrad

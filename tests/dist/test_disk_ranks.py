@@ -1,18 +1,44 @@
-"""Tables with rows on disk over ranks train to the bit like tables in memory over the same ranks."""
+"""Tables with rows on disk or on table servers train, over ranks, to the bit like tables in memory."""
 
+from contextlib import ExitStack
 from itertools import product
 
 import pytest
 import torch
+from table_servers import ServerProcess
 from test_steps import SIZE, batch, make_model, shard_plan, single_plan, take
 
+from shardwright.comm.transport.servers import TableServers
 from shardwright.runtime.build import build
-from shardwright.runtime.planning import keep_on_disk
+from shardwright.runtime.dense_layout import mesh_for
+from shardwright.runtime.placements import keep_on_disk, keep_on_servers
 from shardwright.spec.optimizer import Adam, RowWiseAdaGrad
-from shardwright.spec.plan import Placement, Rect, Share, TablePlan
+from shardwright.spec.plan import Placement, Plan, Rect, Share, TablePlan
 
 STEPS = 12
 LINES = {1: 160, 2: 96, 3: 64}  # by number of ranks; batches in flight need almost as many
+
+
+MEMORY, DISK = (), ("disk",)  # where rows are; or addresses of table servers
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """Two servers, of one run after another; the first has a journal."""
+    with ExitStack() as stack:
+        processes = [ServerProcess(tmp_path_factory.mktemp("journal")), ServerProcess()]
+        for process in processes:
+            stack.callback(process.stop)
+        yield tuple(process.address for process in processes)
+
+
+def build_job(model, plan: Plan, lines: int, where: tuple[str, ...]):
+    """A job whose table t2 has so many rows in memory, and the others there."""
+    optimizer = lambda p: torch.optim.Adam(p, 0.01)  # noqa: E731
+    if where in (MEMORY, DISK):
+        return build(model, keep_on_disk(plan, {"t2": lines}) if where else plan, optimizer=optimizer)
+    plan = keep_on_servers(plan, {"t2": lines}, len(where))
+    return build(model, plan, mesh_for(plan, servers=TableServers(where)), optimizer=optimizer)
 
 
 def by_rows(world: int, name: str, rows: int, order: str, travel) -> TablePlan:
@@ -35,17 +61,16 @@ def table_plans(world: int, scheme: str) -> list[TablePlan]:
     ]
 
 
-def train(world: int, optimizer, dtype: str, scheme: str, folder, disk: bool):
+def train(world: int, optimizer, dtype: str, scheme: str, folder, where: tuple[str, ...]):
     """Run on a rank: losses in training and evaluation, and the state, which is also saved and loaded."""
     model = make_model(optimizer, dtype)
     own = getattr(torch, dtype)
     plan = shard_plan(single_plan(model, batch(0, dtype=own)), world, "vectors", dtype, table_plans(world, scheme))
     lines = LINES[1 if scheme == "columns" else world]
-    plan = keep_on_disk(plan, {"t2": lines}) if disk else plan
-    job = build(model, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01))
+    job = build_job(model, plan, lines, where)
     start, stop = SIZE * job.mesh.rank // world, SIZE * (job.mesh.rank + 1) // world
     batches = [take(batch(step, dtype=own), start, stop) for step in range(STEPS)]
-    if disk and job.mesh.rank:  # the same rows are on other lines than on rank 0
+    if where and job.mesh.rank:  # the same rows are on other lines than on rank 0
         for cached in (each for local in job.model.sparse.exchange.local_shards for each in local.caches.values()):
             rows = torch.arange(30)
             lines = cached.index.place(rows).lines_U
@@ -65,12 +90,11 @@ def train(world: int, optimizer, dtype: str, scheme: str, folder, disk: bool):
     return losses, states, counts
 
 
-def train_in_own_loop(world: int, disk: bool):
+def train_in_own_loop(world: int, where: tuple[str, ...]):
     """Losses of a user training loop, in which some batches have no backward pass, and the final tables."""
     model = make_model(Adam(0.01))
     plan = shard_plan(single_plan(model, batch(0)), world, "vectors", "float64", table_plans(world, "rows"))
-    plan = keep_on_disk(plan, {"t2": LINES[world]}) if disk else plan
-    job = build(model, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01))
+    job = build_job(model, plan, LINES[world], where)
     start, stop = SIZE * job.mesh.rank // world, SIZE * (job.mesh.rank + 1) // world
     losses = []
     for step, local in enumerate(job.loader(take(batch(step), start, stop) for step in range(STEPS))):
@@ -87,9 +111,10 @@ def train_in_own_loop(world: int, disk: bool):
     return losses, {name: x for name, x in state.items() if not x.is_meta}, counts
 
 
-@pytest.mark.parametrize("world", (1, 2))
-def test_a_user_loop_equals_one_with_tables_in_memory(ranks, world):
-    memory, disk = (ranks.run(world, train_in_own_loop, world, disk) for disk in (False, True))
+@pytest.mark.parametrize(("world", "num_servers"), ((1, 0), (2, 0), (2, 2)))
+def test_a_user_loop_equals_one_with_tables_in_memory(ranks, servers, world, num_servers):
+    there = servers[:num_servers] or DISK
+    memory, disk = (ranks.run(world, train_in_own_loop, world, where) for where in (MEMORY, there))
     for (losses, state, _), (losses_disk, state_disk, counts) in zip(memory, disk, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(losses, losses_disk, strict=True))
         assert state.keys() == state_disk.keys() and all(torch.equal(state[name], state_disk[name]) for name in state)
@@ -97,14 +122,19 @@ def test_a_user_loop_equals_one_with_tables_in_memory(ranks, world):
 
 
 @pytest.mark.parametrize(
-    ("world", "scheme"),
-    (*product((1, 2, 3), ("rows", "row exchange")), (2, "columns"), (3, "columns")),
+    ("world", "scheme", "num_servers"),
+    (
+        *product((1, 2, 3), ("rows", "row exchange"), (0,)),
+        *((world, "columns", 0) for world in (2, 3)),
+        *((1, "rows", 1), (2, "columns", 1), (3, "rows", 2), (2, "row exchange", 2)),
+    ),
 )
 @pytest.mark.parametrize("optimizer", (RowWiseAdaGrad(0.1), Adam(0.01)), ids=lambda optimizer: optimizer.kind)
-def test_training_equals_tables_in_memory(ranks, tmp_path, world, scheme, optimizer):
-    dtype = "float32" if world == 2 else "float64"
+def test_training_equals_tables_in_memory(ranks, servers, tmp_path, world, scheme, num_servers, optimizer):
+    dtype, there = "float32" if world == 2 else "float64", servers[:num_servers] or DISK
     memory, disk = (
-        ranks.run(world, train, world, optimizer, dtype, scheme, tmp_path / str(disk), disk) for disk in (False, True)
+        ranks.run(world, train, world, optimizer, dtype, scheme, tmp_path / str(bool(where)), where)
+        for where in (MEMORY, there)
     )
     for (losses, states, no_counts), (losses_disk, states_disk, counts) in zip(memory, disk, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(losses, losses_disk, strict=True))

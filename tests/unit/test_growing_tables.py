@@ -14,7 +14,8 @@ from shardwright.kernels.arguments import TableState
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.build import build
-from shardwright.runtime.planning import keep_on_disk, plan_for
+from shardwright.runtime.placements import keep_on_disk
+from shardwright.runtime.planning import plan_for
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.saving import Saver
 from shardwright.serving.export import export

@@ -20,7 +20,8 @@ from shardwright.layers.embedding_dict import EmbeddingBagsDict
 from shardwright.layers.loss import BinaryLoss
 from shardwright.runtime import build as building
 from shardwright.runtime.build import build
-from shardwright.runtime.planning import keep_in_host_memory, plan_for
+from shardwright.runtime.placements import keep_in_host_memory
+from shardwright.runtime.planning import plan_for
 from shardwright.spec.calls import without_leads
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.workload import Feature, Table

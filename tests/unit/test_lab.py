@@ -214,6 +214,19 @@ def test_a_link_is_cut_and_reconnected():
         assert measure_transfer(lab, 1)[0] == 1_000_000
 
 
+@needs_root
+@pytest.mark.parametrize("priorities", (False, True))
+def test_the_rate_of_uplinks_changes(priorities):
+    with Lab(Shape((Host(uplink="10gbit"),) * 2, priorities=priorities), NAME) as lab:
+        fast = measure_transfer(lab, 1)[1]
+        lab.set_uplinks("20mbit")
+        assert 0.3 < measure_transfer(lab, 1)[1] < 1.5, "1 MB, of which 128 kB at once"
+        lab.set_uplinks("10gbit")
+        assert max(fast, measure_transfer(lab, 1)[1]) < 0.25
+    with Lab(Shape((Host(),) * 2), NAME) as lab, pytest.raises(UserError, match="create the lab with one"):
+        lab.set_uplinks("20mbit")
+
+
 def throttled_seconds(rank: int) -> float:
     """Seconds for which a CPU quota stopped a rank."""
     text = (cpu_quota.group_path(NAME, rank) / "cpu.stat").read_text()

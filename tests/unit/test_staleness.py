@@ -13,7 +13,7 @@ from shardwright.planner import reprice, search, staleness
 from shardwright.planner.plan import exact_precision, make_plan
 from shardwright.planner.tables.sharding import TableLoad
 from shardwright.report import render
-from shardwright.runtime.planning import allow_staleness
+from shardwright.runtime.placements import allow_staleness
 from shardwright.spec import files
 from shardwright.spec.cache_record import COPIES_FILE, CopyWindow
 from shardwright.spec.optimizer import SGD

@@ -26,6 +26,7 @@ from shardwright.embeddings.service.call_handler import LOST, CallHandler
 from shardwright.embeddings.service.journal import CallJournal
 from shardwright.embeddings.service.owned_rows import GroupRead, GroupSpec, OwnedRows, OwnedSpec, Place, Push
 from shardwright.embeddings.service.server import TableServer
+from shardwright.embeddings.service.shard_stores import StoreSpec, Swap
 from shardwright.errors import UserError
 from shardwright.spec.optimizer import SGD, AdaGrad, Adam
 
@@ -71,6 +72,7 @@ def state(handler):
     """The round, and copies of all rows, their optimizer state and versions, and those of snapshots."""
     owned = handler._owned or OwnedRows(OwnedSpec(0, 1, SGD(1.0), ()))
     snapshots = [part for each in owned._snapshots.values() for parts in each.parts for part in parts.values()]
+    snapshots += [rows for _, rows in owned.stores.snapshots.values()]
     return [torch.tensor(owned.round), *(part.clone() for part in [*owned.all_parts(), *snapshots])]
 
 
@@ -147,7 +149,7 @@ def test_messages_that_are_late_lost_repeated_or_damaged_change_nothing():
     assert min(fired[kind] for kind in ("lost", "damaged", "reply lost", "again", "old push", "waits")) > 20
 
 
-ONE_RANK = OwnedSpec(0, 1, AdaGrad(0.1), (GroupSpec("t", 6, 2, "float64", 0),))
+ONE_RANK = OwnedSpec(0, 1, AdaGrad(0.1), (GroupSpec("t", 6, 2, "float64", 0),), (StoreSpec("s", 6, 4, "float64"),))
 ROUND = SNAPSHOT = 1  # after one push
 ROWS, ONES, VALUES = np.array([1, 2], np.int32), np.ones(2, np.int32), np.ones((2, 4))
 PLACE = {"group": 0, "part": "weight"}
@@ -156,6 +158,11 @@ VALID = {
     "push": Message({"round": ROUND, "steps": [1], "lr": 0.1}, [ROWS, ONES, VALUES]),
     "put": Message({"columns": [0, 2], **PLACE}, [ROWS, VALUES[:, :2]]),
     "get": Message({"snapshot": SNAPSHOT, **PLACE}, [ROWS]),
+    "draw": Message({"group": 0, "seed": 7, "bound": 0.5}, [ROWS, ROWS]),
+    "swap": Message({"stores": [0]}, [ROWS, VALUES, ROWS]),
+    "keep": Message({"store": 0, "snapshot": "other"}),
+    "read_kept": Message({"store": 0, "snapshot": "kept", "first": 1, "num": 2}),
+    "drop": Message({"store": 0, "snapshot": "kept"}),
     "snapshot": Message({"holder": "other"}),
     "release": Message({"holder": "holder", "snapshot": SNAPSHOT}),
     "ping": Message({"without_reply": [1]}),
@@ -172,11 +179,17 @@ WRONG_FIELDS = {
     "put": {"columns": [*NO_LIST, [0], [0, 1, 2], [1, 0], [-1, 1], [0, 3], [0, 10**30], [[0, 2]]]}
     | {"group": [*NO_INTEGER, -1, 1], "part": [*NO_TEXT, "mean"], "snapshot": [*NO_INTEGER[1:], 99, SNAPSHOT]},
     "get": {"group": [*NO_INTEGER, -1, 1], "part": [*NO_TEXT, "mean"], "snapshot": [*NO_INTEGER[1:], 99]},
+    "draw": {"group": [*NO_INTEGER, -1, 1], "seed": NO_INTEGER, "bound": [None, "0.1", [], float("nan"), 10**400]},
+    "swap": {"stores": [*NO_LIST, [], [0, 0], [1], [-1], [10**30]]},
+    "keep": {"store": [*NO_INTEGER, -1, 1], "snapshot": NO_TEXT},
+    "read_kept": {"store": [*NO_INTEGER, -1, 1], "snapshot": [*NO_TEXT, "no"]}
+    | {"first": [*NO_INTEGER, -1, 5, 1 << 40], "num": [*NO_INTEGER, -1, 6, 1 << 40]},
+    "drop": {"store": NO_INTEGER, "snapshot": NO_TEXT},
     "snapshot": {"holder": NO_TEXT, "call": ["unknown", "rows"], "server": [*NO_INTEGER, 1]},
     "release": {"holder": NO_TEXT, "snapshot": NO_INTEGER},
     "ping": {"without_reply": NO_LIST},
     "close": {"rank": [*NO_INTEGER, -1, 1]},
-    "open": {"version": [..., None, 2, "1"], "spec": [..., None, [], {}, 1], "run": [*NO_TEXT, "other"]},
+    "open": {"version": [..., None, 1, "2"], "spec": [..., None, [], {}, 1], "run": [*NO_TEXT, "other"]},
 }
 NO_WORDS = [ROWS.reshape(1, 2), *(ROWS.astype(kind) for kind in ("f8", "?", "u1", "i2", ">i4", ">i8", "g"))]
 LENGTHS = [ROWS[:1], ROWS[:0], np.arange(3), np.array(1)]
@@ -190,6 +203,8 @@ WRONG_ARRAYS = {
     "push": (NO_ROWS + LENGTHS, NO_COUNTS, NO_VALUES),
     "put": (NO_ROWS + LENGTHS, [*NO_VALUES, VALUES[:, :2].astype("f4")]),
     "get": (NO_ROWS,),
+    "draw": (NO_ROWS + LENGTHS, NO_WORDS + LENGTHS),
+    "swap": (NO_ROWS + LENGTHS, NO_VALUES, NO_ROWS),
 }
 
 
@@ -198,7 +213,7 @@ def begun_handler():
     handler = send(CallHandler(), [calls.open_call(ONE_RANK), calls.push_call(0, make_pushes(ONE_RANK, 1)[0][0])])
     with mock.patch.object(owned_rows.secrets, "randbits", return_value=SNAPSHOT):
         assert ask(handler, Message({"call": "snapshot", "holder": "holder"}))["snapshot"] == SNAPSHOT
-    return handler
+    return send(handler, [Message({"call": "keep", "store": 0, "snapshot": "kept"})])
 
 
 def wrong_calls(name):
@@ -267,16 +282,42 @@ def test_garbage_changes_nothing(name, arrays, frames):
 
 def run_with_journal(directory):
     """The calls of a run; after each, and before the first, the state and the content of the journal."""
-    handler, spec, rows = CallHandler(CallJournal(directory)), OwnedSpec(0, 2, AdaGrad(0.1), GROUPS), torch.arange(5)
-    messages = [calls.open_call(spec), calls.put_call(Place(1, "weight"), rows, (1, 2), torch.ones(5, 1).double())]
+    stores = StoreSpec("s", 5, 2, "float64"), StoreSpec("s", 3, 2, "float64")
+    spec, rows = OwnedSpec(0, 2, AdaGrad(0.1), GROUPS, stores), torch.arange(5)
+    handler, ones = CallHandler(CallJournal(directory)), torch.ones(5, 2).double()
+    messages = [calls.open_call(spec), calls.put_call(Place(1, "weight"), rows, (1, 2), ones[:, :1])]
+    messages += [
+        calls.draw_call(0, rows, rows + 7, 1 << 62, 0.5),
+        calls.swap_call([Swap(0, rows[1:3], ones[:2], rows)]),
+    ]
     states, contents, pushes = [state(handler)], [b""], make_pushes(spec, 6)
     for round_, rank in ((0, 0), *((i // 2 + 1 - i % 2, i % 2) for i in range(10)), (5, 1)):
         messages.append(numbered(calls.push_call(round_, pushes[round_][rank]), rank))
+    swaps = [Swap(1, rows[:2], 3 * ones[:2], rows[:0]), Swap(0, rows[2:4], 2 * ones[:2], rows[:1])]
+    messages.insert(9, calls.swap_call(swaps))
     for message in messages:
         states.append(state(send(handler, [message])))
         contents.append((directory / "rows.journal").read_bytes())
     assert states[-1][0] == 6
     return messages, states, contents
+
+
+def test_a_swap_writes_before_it_reads_and_a_kept_store_does_not_change():
+    stores = StoreSpec("s", 4, 2, "float64"), StoreSpec("t", 3, 1, "float64")
+    handler = send(CallHandler(), [calls.open_call(OwnedSpec(0, 1, SGD(0.1), (), stores))])
+    rows, values = torch.arange(4), torch.tensor([[1.0, 2.0], [3.0, 4.0]]).double()
+    swaps = [Swap(1, rows[:1], values[:1, :1], rows[:3]), Swap(0, rows[2:], values, rows[[3, 0, 2]])]
+    assert ask(handler, calls.swap_call(swaps))["values"] == [
+        [[1.0], [0.0], [0.0]],
+        [[3.0, 4.0], [0.0, 0.0], [1.0, 2.0]],
+    ]
+    kept = Message({"call": "read_kept", "store": 0, "snapshot": "a", "first": 1, "num": 3})
+    assert "the snapshot of the rows is gone" in ask(handler, kept)["error"]
+    keep = Message({"call": "keep", "store": 0, "snapshot": "a"})
+    send(handler, [keep, calls.swap_call([Swap(0, rows[:3], torch.cat([values, values[:1]]), rows[:0])]), keep])
+    assert ask(handler, kept)["values"] == [[[0.0, 0.0], [1.0, 2.0], [3.0, 4.0]]], "as when it was first kept"
+    send(handler, [Message({"call": "drop", "store": 0, "snapshot": "a"})])
+    assert "the snapshot of the rows is gone" in ask(handler, kept)["error"]
 
 
 def start_again(directory, content):

@@ -14,7 +14,8 @@ from shardwright.kernels.cache_index import CacheIndex
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.build import build
-from shardwright.runtime.planning import keep_on_disk, plan_for
+from shardwright.runtime.placements import keep_on_disk
+from shardwright.runtime.planning import plan_for
 from shardwright.runtime.supported import check_supported
 from shardwright.spec.calls import without_leads
 from shardwright.spec.optimizer import SGD, AdaGrad, Adam, RowWiseAdaGrad

@@ -6,9 +6,10 @@ is not complete wait here. Every call may come twice.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from shardwright.embeddings.service import calls
 from shardwright.embeddings.service.calls import MalformedCall, parse_integer, parse_integers, parse_text
 from shardwright.embeddings.service.journal import MIN_COMPACTED_BYTES, CallJournal, JournalError
 from shardwright.embeddings.service.owned_rows import OwnedRows, OwnedSpec
+from shardwright.embeddings.service.shard_stores import ShardStores
 from shardwright.errors import UserError
 from shardwright.spec import files
 
@@ -116,11 +118,15 @@ class CallHandler:
         return self._access(owned, message)
 
     def _access(self, owned: OwnedRows, message: Message) -> Message:
-        """The reply to a call that reads or replaces state, between rounds."""
+        """The reply to a call that reads or replaces rows, between rounds."""
         header = message.header
         match header["call"]:
-            case "put":
-                owned.put(*calls.parse_put(message))
+            case "swap":
+                return self._swap(owned, message)
+            case "keep" | "read_kept" | "drop":
+                return _access_kept(owned.stores, header)
+            case "put" | "draw":
+                _change(owned, message)
                 self._record(message)
                 return Message({})
             case "get":
@@ -179,6 +185,16 @@ class CallHandler:
             self._record(message)
             self.served.updated += sum(len(updates.rows_V) for updates in push.updates)
 
+    def _swap(self, owned: OwnedRows, message: Message) -> Message:
+        swaps = calls.parse_swap(message)
+        values = owned.stores.swap(swaps)
+        if written := sum(len(swap.written_W) for swap in swaps):
+            self._record(message)
+        num = sum(len(swap.read_R) for swap in swaps)
+        self.served.read, self.served.sent = self.served.read + num, self.served.sent + num
+        self.served.updated += written
+        return Message({}, [each.numpy() for each in values])
+
     def _answer_waiting(self) -> list[Reply]:
         """Replies to the reads whose round has come."""
         replies: list[Reply] = []
@@ -235,10 +251,33 @@ class CallHandler:
             case "push" if self._owned is not None:
                 push = calls.parse_push(message, self._owned.spec)
                 self._owned.push(parse_integer(header, "rank"), parse_integer(header, "round"), push)
-            case "put" if self._owned is not None:
-                self._owned.put(*calls.parse_put(message))
+            case "swap" if self._owned is not None:
+                self._owned.stores.swap(calls.parse_swap(message))
+            case "put" | "draw" if self._owned is not None:
+                _change(self._owned, message)
             case call:
                 raise UserError(f'the journal has a record "{call}" of another version; remove it')
+
+
+def _access_kept(stores: ShardStores, header: Mapping[str, Any]) -> Message:
+    """The reply to a call about rows of a store as they were."""
+    store, snapshot = parse_integer(header, "store"), parse_text(header, "snapshot")
+    match header["call"]:
+        case "keep":
+            stores.keep(store, snapshot)
+        case "read_kept":
+            first, num = parse_integer(header, "first"), parse_integer(header, "num")
+            return Message({}, [stores.read_kept(store, snapshot, first, num).numpy()])
+        case _:
+            stores.drop(snapshot)
+    return Message({})
+
+
+def _change(owned: OwnedRows, message: Message) -> None:
+    if message.header["call"] == "draw":
+        owned.draw(*calls.parse_draw(message))
+    else:
+        owned.put(*calls.parse_put(message))
 
 
 def _make_rows(spec: OwnedSpec) -> OwnedRows:

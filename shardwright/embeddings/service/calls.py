@@ -6,12 +6,15 @@ A call is a header and arrays. Every header has `call`, `run` (an id that the ra
     open      the rows that the server will own for this run
     read      by group, rows and versions to validate, for `round`: leases, versions, and the rows that must be sent
     push      by group, rows with updates, their numbers, and their sums, for `round`
+    draw      give rows the initial values of ids, from a seed and their largest value
     put, get  some rows of a part (weights, or optimizer state), as they are or as a snapshot has them
     snapshot, release
+    swap      by store, rows to write with their values, and rows to read: the reply has their values
+    keep, read_kept, drop  a store's rows as they are now, under a name
     ping      numbers of calls without a reply: the reply names those that the server does not have
     close     the run has ended
 
-Shape legend: A rows to validate, F rows that are sent, R some rows, C columns.
+Shape legend: A rows to validate, F rows that are sent, R some rows, C columns, X values of a row and its state.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,13 +29,16 @@ from shardwright.comm.transport.arrays import Message
 from shardwright.embeddings.copies.bounded_group import NEW_ROW
 from shardwright.embeddings.copies.updates import RowUpdates
 from shardwright.embeddings.service.owned_rows import GroupAnswer, GroupRead, OwnedSpec, Place, Push
+from shardwright.embeddings.service.shard_stores import Swap
 from shardwright.errors import UserError
 from shardwright.rectangle import IndexRange
 from shardwright.spec import files
 
-MAX_RATE = 1e30  # a learning rate
-VERSION = 1  # of the messages
+MAX_NUMBER = 1e30  # such as a learning rate
+VERSION = 2  # of the messages
+MAX_INTEGER = (1 << 63) - 1
 MAX_RANKS, MAX_DIM = 1 << 20, 1 << 16
+MAX_WIDTH = 4 * MAX_DIM  # with optimizer state
 MAX_WORD = torch.iinfo(torch.int32).max
 
 
@@ -54,6 +60,10 @@ def parse_spec(header: dict[str, Any]) -> OwnedSpec:
         raise MalformedCall("an impossible bound")
     if any(group.rows < 0 or not 0 < group.dim <= MAX_DIM for group in spec.groups):
         raise MalformedCall("a group with impossible rows or columns")
+    if any(store.rows < 0 or not 0 < store.width <= MAX_WIDTH for store in spec.stores):
+        raise MalformedCall("a store with impossible rows or columns")
+    if any(store.dtype not in ("float32", "float64") for store in spec.stores):
+        raise MalformedCall("a store with an impossible type")
     return spec
 
 
@@ -107,7 +117,40 @@ def parse_push(message: Message, spec: OwnedSpec) -> Push:
     steps = tuple(parse_integers(header, "steps"))
     if any(not 1 <= step <= MAX_WORD for step in steps):
         raise MalformedCall(f"steps are {steps}")
-    return Push(replace(spec.optimizer, lr=parse_rate(header)), steps, tuple(updates))
+    return Push(replace(spec.optimizer, lr=parse_number(header, "lr")), steps, tuple(updates))
+
+
+def draw_call(group: int, rows_R: Tensor, ids_R: Tensor, seed: int, bound: float) -> Message:
+    header = {"call": "draw", "group": group, "seed": seed, "bound": bound}
+    return Message(header, [words(rows_R), words(ids_R)])
+
+
+def parse_draw(message: Message) -> tuple[int, Tensor, Tensor, int, float]:
+    header, groups = message.header, list(_by_group(message, 2, num_whole=2))
+    if len(groups) != 1:
+        raise MalformedCall(f"{len(groups)} groups")
+    rows, ids = (column.long() for column in groups[0])
+    return parse_integer(header, "group"), rows, ids, parse_integer(header, "seed"), parse_number(header, "bound")
+
+
+def swap_call(swaps: Sequence[Swap]) -> Message:
+    arrays = [
+        array
+        for swap in swaps
+        for array in (words(swap.written_W), swap.values_WX.contiguous().numpy(), words(swap.read_R))
+    ]
+    return Message({"call": "swap", "stores": [swap.store for swap in swaps]}, arrays)
+
+
+def parse_swap(message: Message) -> list[Swap]:
+    stores, groups = parse_integers(message.header, "stores"), [*_by_group(message, 3)]
+    if len(stores) != len(groups) or len(set(stores)) < len(stores):
+        raise MalformedCall(f"{len(groups)} groups for stores {stores}")
+    swaps = []
+    for store, (written, values, read) in zip(stores, groups, strict=True):
+        _check_rows(written, read)
+        swaps.append(Swap(store, written.long(), values, read.long()))
+    return swaps
 
 
 def get_call(place: Place, rows_R: Tensor) -> Message:
@@ -149,7 +192,7 @@ def _parse_place(message: Message) -> Place:
 
 def parse_integer(header: Any, name: str) -> int:
     value = header.get(name)
-    if type(value) is not int or abs(value) > 1 << 62:
+    if type(value) is not int or abs(value) > MAX_INTEGER:
         raise MalformedCall(f"{name} is {value!r}")
     return value
 
@@ -161,10 +204,10 @@ def parse_integers(header: Any, name: str) -> list[int]:
     return values
 
 
-def parse_rate(header: Any) -> float:
-    value = header.get("lr")
-    if isinstance(value, bool) or not isinstance(value, float | int) or not abs(value) <= MAX_RATE:
-        raise MalformedCall(f"lr is {value!r}")
+def parse_number(header: Any, name: str) -> float:
+    value = header.get(name)
+    if isinstance(value, bool) or not isinstance(value, float | int) or not abs(value) <= MAX_NUMBER:
+        raise MalformedCall(f"{name} is {value!r}")
     return float(value)
 
 
@@ -186,15 +229,19 @@ def tensor(array: np.ndarray) -> Tensor:
     return torch.from_numpy(array)
 
 
-def _by_group(message: Message, num: int, *, num_whole: int, is_answer: bool = False) -> Iterator[list[Tensor]]:
+def _by_group(message: Message, num: int, *, num_whole: int = 0, is_answer: bool = False) -> Iterator[list[Tensor]]:
     """The arrays of a message, `num` for each group; the first ones have whole numbers."""
     arrays = [tensor(array) for array in message.arrays]
     if len(arrays) % num:
         raise MalformedCall(f"{len(arrays)} arrays")
     for first in range(0, len(arrays), num):
         group = arrays[first : first + num]
-        if any(column.dtype not in (torch.int32, torch.int64) for column in group[:num_whole]):
-            raise MalformedCall("rows are not whole numbers")
-        if any(column.dim() != 1 for column in group[:num_whole]) and not is_answer:
-            raise MalformedCall("rows are not in one dimension")
+        _check_rows(*group[:num_whole], is_answer=is_answer)
         yield group
+
+
+def _check_rows(*columns: Tensor, is_answer: bool = False) -> None:
+    if any(column.dtype not in (torch.int32, torch.int64) for column in columns):
+        raise MalformedCall("rows are not whole numbers")
+    if any(column.dim() != 1 for column in columns) and not is_answer:
+        raise MalformedCall("rows are not in one dimension")

@@ -19,7 +19,9 @@ from torch import Tensor
 from shardwright.embeddings.copies.row_clocks import RowClocks
 from shardwright.embeddings.copies.row_copies import NO_VERSION, Lease, row_values
 from shardwright.embeddings.copies.updates import RowUpdates
+from shardwright.embeddings.service.shard_stores import ShardStores, StoreSpec
 from shardwright.errors import UserError
+from shardwright.kernels.initial import uniform_rows
 from shardwright.rectangle import IndexRange
 from shardwright.spec.optimizer import SparseOptimizer, num_squares, state_shapes
 from shardwright.spec.workload import Dtype
@@ -36,23 +38,26 @@ class RoundFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """Rows of tables that a server owns, one after another. `pull`: most updates that a copy may miss."""
+    """Rows of tables that a server owns, one after another. `pull`: most updates that a copy may miss.
+    `initial_state`: value of the optimizer state of rows without updates."""
 
     names: str
     rows: int
     dim: int
     dtype: Dtype
     pull: int
+    initial_state: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedSpec:
-    """All rows that a server, with this number in the plan, owns for a run, and how many ranks train them."""
+    """All rows that a server, with this number in the plan, has for a run, and how many ranks train them."""
 
     server: int
     num_ranks: int
     optimizer: SparseOptimizer
     groups: tuple[GroupSpec, ...]
+    stores: tuple[StoreSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,19 +118,21 @@ class OwnedRows:
         self.spec, self.round = spec, 0
         self._num_changes = 0  # of all rows, since the start
         self.clocks = [self._make_clocks(group) for group in spec.groups]
+        self.stores = ShardStores(spec.stores)
         self._pushes: dict[int, dict[int, Push]] = {}  # by round and rank
         self._snapshots: dict[int, _Snapshot] = {}
 
     def _make_clocks(self, group: GroupSpec) -> RowClocks:
         dtype = getattr(torch, group.dtype)
         shapes = state_shapes(self.spec.optimizer, group.rows, group.dim)
-        state = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+        state = {name: torch.full(shape, group.initial_state, dtype=dtype) for name, shape in shapes.items()}
         lease = Lease(group.pull, self.spec.num_ranks - 1)
         return RowClocks(torch.zeros(group.rows, group.dim, dtype=dtype), state, lease)
 
     @property
     def bytes_(self) -> int:
-        return sum(part.nbytes for index, _ in enumerate(self.clocks) for part in self.parts(index).values())
+        parts = [part for index, _ in enumerate(self.clocks) for part in self.parts(index).values()]
+        return sum(part.nbytes for part in [*parts, *self.stores.rows_EX])
 
     def parts(self, index: int) -> dict[str, Tensor]:
         """The weights and the optimizer state of a group."""
@@ -135,7 +142,7 @@ class OwnedRows:
     def all_parts(self) -> list[Tensor]:
         """All that a restarted server needs: of each group its parts, and how often each row was updated."""
         parts = [[*self.parts(index).values(), clocks.version_E] for index, clocks in enumerate(self.clocks)]
-        return [part for of_group in parts for part in of_group]
+        return [*(part for of_group in parts for part in of_group), *self.stores.rows_EX]
 
     @property
     def has_incomplete_round(self) -> bool:
@@ -196,6 +203,13 @@ class OwnedRows:
         optimizer = pushes[0].optimizer
         for index, clocks in enumerate(self.clocks):
             clocks.apply(optimizer, [push.updates[index] for push in pushes], pushes[0].steps[index])
+        self._num_changes += 1
+
+    def draw(self, group: int, rows_R: Tensor, ids_R: Tensor, seed: int, bound: float) -> None:
+        """Give rows of a group the initial values of these ids, between rounds."""
+        weight_ED = self._part(Place(group, WEIGHT), rows_R)
+        _check_same_length(self.spec.groups[group], rows_R, ids_R)
+        weight_ED[rows_R] = uniform_rows(seed, ids_R, weight_ED.shape[1], bound, weight_ED.dtype)
         self._num_changes += 1
 
     def put(self, place: Place, rows_R: Tensor, columns: IndexRange, values_RC: Tensor) -> None:

@@ -62,6 +62,12 @@ class RemoteRows:
             rows = rows_R + self._part.rows[0]
             self._request(calls.put_call(self._part.place, rows, columns, values.to(self.dtype)))
 
+    def draw(self, ids: Tensor, seed: int, bound: float) -> None:
+        """Give all rows the initial values of their ids."""
+        first, end = self._part.rows
+        for rows_R, ids_R in zip(torch.arange(first, end).split(self._step), ids.long().split(self._step), strict=True):
+            self._request(calls.draw_call(self._part.place.group, rows_R, ids_R, seed, bound))
+
     def nonfinite_row(self) -> int | None:
         num = self._part.rows[1] - self._part.rows[0]
         for first in range(0, num, self._step):
@@ -120,28 +126,18 @@ def table_rectangles(
 
 @torch.no_grad()
 def send_initial_rows(rectangles: Iterable[Rectangle], bags: EmbeddingTables) -> None:
-    """Write the values that tables have before they are moved to servers."""
+    """Write the values that tables have before they are moved to servers; servers draw those of new tables."""
     for rect in rectangles:
-        assert rect.stored is not None
         table, _, part = rect.name.rpartition(".")
-        module = bags.holder(table)
-        is_new = part != WEIGHT and not bags.steps[table]
-        if is_new and not module.initial_state:
-            continue  # servers begin with zeros
-        step = max(1, CHUNK_BYTES // max(1, rect.values[:1].nbytes))
-        for indices in torch.arange(rect.num_rows).split(step):
-            ids = indices + rect.rows[0] if isinstance(rect.rows, tuple) else rect.rows[indices]
-            values = _initial_values(bags, table, part, ids.long())
-            values_RC = values.view(len(ids), -1)
-            rect.stored.write(indices, (0, values_RC.shape[1]), values_RC)
-
-
-def _initial_values(bags: EmbeddingTables, table: str, part: str, ids_R: Tensor) -> Tensor:
-    module = bags.holder(table)
-    if part == WEIGHT:
-        return module.initial_rows(ids_R) if module.weight.is_meta else module.weight[ids_R]
-    if bags.steps[table]:
-        return bags.state(table)[part][ids_R]
-    assert bags.optimizer is not None
-    shape = state_shapes(bags.optimizer, len(ids_R), module.table.dim)[part]
-    return torch.full(shape, module.initial_state, dtype=torch_state_dtype(module.table))
+        module, stored = bags.holder(table), rect.stored
+        ids = torch.arange(*rect.rows) if isinstance(rect.rows, tuple) else rect.rows.long()
+        if part == WEIGHT and module.weight.is_meta:
+            assert isinstance(stored, RemoteRows)
+            stored.draw(ids, *module.initial_numbers())
+        elif part == WEIGHT or bags.steps[table]:  # servers begin with the initial optimizer state
+            assert stored is not None
+            values = module.weight if part == WEIGHT else bags.state(table)[part]
+            step = max(1, CHUNK_BYTES // max(1, rect.values[:1].nbytes))
+            for indices in torch.arange(rect.num_rows).split(step):
+                values_RC = values[ids[indices]].view(len(indices), -1)
+                stored.write(indices, (0, values_RC.shape[1]), values_RC)

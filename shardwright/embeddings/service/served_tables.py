@@ -63,6 +63,7 @@ class ServedTables:
                 group.dim,
                 group.tables[0].dtype,
                 group.pull,
+                self.bags.holder(group.tables[0].name).initial_state,
             )
             for group in self.groups
         )

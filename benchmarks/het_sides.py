@@ -1,0 +1,296 @@
+"""The sides of benchmarks.het_servers: what the workers and the server's host run."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from benchmarks.het import (
+    COPIES,
+    DIM,
+    LOCAL_BATCH,
+    NUM_BATCHES,
+    RANKS,
+    make_batch,
+    make_model,
+    make_results,
+    train_turns,
+)
+from benchmarks.turns import TurnServer, make_broadcast
+
+FIRST_PORT = 5800
+TIMEOUT_SECONDS = 3600.0
+BASE = "no cache"
+DENSE = "dense"  # table and feature of dense parameters that are on the server
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Tables on a server. `bound`: of pull and push. `in_memory`: instead of copies, the share of the rows that their
+    owners, the workers, have in memory."""
+
+    bound: int = 0
+    has_copies: bool = True
+    removes_duplicates: bool = True
+    has_dense: bool = False  # the server has the dense parameters too
+    follows_het: bool = False
+    in_memory: float = 0.0
+
+
+SERVED = {
+    "all on the server": Side(has_copies=False, removes_duplicates=False, has_dense=True),
+    "no duplicates removed": Side(has_copies=False, removes_duplicates=False),
+    BASE: Side(has_copies=False),
+    "no cache A/A": Side(has_copies=False),
+    "HET's protocol 100": Side(100, follows_het=True),
+    "exact, copies": Side(),
+    "exact, rows on workers": Side(in_memory=0.4),
+    "bounded 10": Side(10),
+    "bounded 100": Side(100),
+}
+SIDES = (*SERVED, "sharded")
+
+
+def serve(folder: str) -> None:
+    """Body of the server's host: a table server for each side, since each serves one run."""
+    from threading import Thread
+
+    from shardwright.embeddings.service import server
+    from shardwright.lab.network import rank_address
+
+    server.check_address = lambda *_: None  # the lab's network is on this machine
+    for number, _ in enumerate(SERVED):
+        table_server = server.TableServer(f"tcp://{rank_address(RANKS)}:{FIRST_PORT + number}")
+        Thread(target=table_server.run, args=(lambda line: None,), daemon=True).start()
+    while not Path(folder, "ended").exists():
+        time.sleep(0.5)
+
+
+def keep_no_copies(served: Any) -> None:
+    """Change tables on a server so that all distinct rows of a batch are read."""
+    from shardwright.embeddings.copies.row_copies import NO_VERSION
+
+    def forget() -> None:
+        for group in served.groups:
+            group.copies._version_L.fill_(NO_VERSION)
+            group.copies._lease_end_L.fill_(-1)
+
+    served.update = _followed_by(served.update, forget)
+
+
+def _followed_by(update: Callable[..., None], then: Callable[[], None]) -> Callable[..., None]:
+    def run(*arguments: Any) -> None:
+        update(*arguments)
+        then()
+
+    return run
+
+
+def uses_by_group(served: Any, distinct: Any) -> list[Any]:
+    """By group of tables, how often a batch uses each of its distinct rows."""
+    import torch
+
+    first = torch.tensor([0, *distinct.counts[:-1]]).cumsum(0)
+    sizes = distinct.ids.offsets.diff().view(len(distinct.ids.tables), -1).sum(1)
+    starts = first[torch.tensor([*distinct.ids.tables])].repeat_interleave(sizes)
+    counts = torch.bincount(distinct.ids.values.long() + starts, minlength=len(distinct.rows_U))
+    by_table = counts.split(distinct.counts)
+    return [torch.cat([by_table[position] for position in positions]) for positions in served._positions]
+
+
+def follow_het(served: Any) -> None:
+    """Change tables on a server so that copies follow HET's released code: every copy is validated in every batch, and
+    bounds count occurrences of a row in batches, not batches."""
+    import torch
+
+    find, uses = served.find_copies, []
+
+    def find_copies(distinct: Any, *, training: bool) -> Any:
+        uses[:] = uses_by_group(served, distinct)
+        return find(distinct, training=training)
+
+    def count_uses(copies: Any, number: int) -> None:
+        find_lines, update = copies.find_lines, copies.update
+
+        def find_lines_by_uses(rows_R: Any) -> Any:
+            batch = find_lines(rows_R)
+            batch.is_expired_R = torch.ones_like(batch.is_expired_R)
+            batch.is_pushed_R |= copies._unpushed_L[batch.lines_R] + uses[number] > copies.push
+            return batch
+
+        def update_by_uses(batch: Any, *arguments: Any) -> None:
+            kept = ~batch.is_pushed_R
+            update(batch, *arguments)
+            copies._unpushed_L[batch.lines_R[kept]] += uses[number][kept] - 1
+
+        copies.find_lines, copies.update = find_lines_by_uses, update_by_uses
+
+    for number, group in enumerate(served.groups):
+        count_uses(group.copies, number)
+    served.find_copies = find_copies
+
+
+def keep_duplicates(served: Any) -> None:
+    """Change tables on a server, of which no copies are kept, so that a row is read and pushed for each id."""
+    import torch
+
+    from shardwright.comm.pending import Pending
+    from shardwright.embeddings.copies.row_copies import NO_VERSION
+    from shardwright.embeddings.service import calls
+    from shardwright.embeddings.service.owned_rows import GroupRead
+
+    find, push = served.find_copies, served._push
+    uses: list[Any] = []
+
+    def find_copies(distinct: Any, *, training: bool) -> Any:
+        uses[:] = uses_by_group(served, distinct)
+        return find(distinct, training=training)
+
+    def fetch(batches: Any) -> Any:
+        reads = []
+        for group, batch, uses_U in zip(served.groups, batches, uses, strict=True):
+            rows = group.numbers.local_rows(batch.rows_U).repeat_interleave(uses_U)
+            reads.append(GroupRead(rows, torch.full_like(rows, NO_VERSION)))
+        reply = served.connections[0].call(calls.read_call(served._round, reads))
+
+        def receive() -> None:
+            answers = calls.parse_answer(reply.wait())
+            served._confirm()
+            for group, batch, uses_U, (renewals, values) in zip(served.groups, batches, uses, answers, strict=True):
+                first = uses_U.cumsum(0) - uses_U
+                group.receive_renewals(batch, renewals[first])
+                batch.values_FX = values[first]
+
+        return Pending(receive)
+
+    def push_each(by_group: Any, optimizer: Any, steps: Any) -> None:
+        repeated = []
+        for ((rows, counts, values),), uses_U in zip(by_group, uses, strict=True):
+            parts = (rows, counts, values / uses_U.unsqueeze(1))
+            repeated.append([tuple(part.repeat_interleave(uses_U, 0) for part in parts)])
+        push(repeated, optimizer, steps)
+
+    served.find_copies, served.fetch, served._push = find_copies, fetch, push_each
+
+
+def make_dense_from_server(name: str) -> Any:
+    """The model on the meta device, with its dense parameters in rows of a table: each step reads all of them."""
+    import torch
+    from torch import nn
+
+    from shardwright.layers.embedding import EmbeddingBags
+    from shardwright.models.het import HetModel
+    from shardwright.spec.workload import Feature, Table
+
+    model = make_model(name)
+    sparse, dense = model.sparse, model.dense
+    shapes = {key: parameter.shape for key, parameter in dense.named_parameters()}
+    sizes = [prod(shape) for shape in shapes.values()]
+    rows = -(-sum(sizes) // DIM)
+
+    class DenseRows(nn.Module):
+        """The dense model, whose parameters come with the vectors."""
+
+        def forward(self, batch: Any, vectors: Any) -> Any:
+            values = vectors[DENSE].flatten().split([*sizes, rows * DIM - sum(sizes)])
+            parameters = {key: part.view(shape) for (key, shape), part in zip(shapes.items(), values, strict=False)}
+            return torch.func.functional_call(dense, parameters, (batch, vectors))
+
+    tables = [*sparse.tables, Table(DENSE, rows, DIM)]
+    features = [*sparse.features, Feature(DENSE, DENSE, pooling="none")]
+    with torch.device("meta"):
+        return HetModel(EmbeddingBags(tables, features, sparse.optimizer), DenseRows())
+
+
+def with_dense_rows(batch: Any, rows: int) -> Any:
+    """The batch with a feature that reads all dense parameters."""
+    from dataclasses import replace
+
+    import torch
+
+    from shardwright.jagged import Jagged
+
+    ids, lengths = batch.features, torch.zeros(1, batch.features.batch_size, dtype=torch.int64)
+    lengths[0, 0] = rows
+    values = torch.cat([ids.values, torch.arange(rows)])
+    features = Jagged((*ids.features, DENSE), values, torch.cat([ids.lengths, lengths]))
+    return replace(batch, features=features)
+
+
+def make_plan(name: str, side: str, model: Any, exact: Any, cluster: Any) -> Any:
+    """The plan of a side; `exact`: the planner's."""
+    from shardwright import Bounded, keep_on_servers
+    from shardwright.measure.describe import describe
+    from shardwright.planner import plan as planner
+
+    if side not in SERVED:
+        return exact
+    own, plan = SERVED[side], exact
+    if own.has_dense:
+        batch = with_dense_rows(make_batch(name, 0, LOCAL_BATCH * RANKS), model.sparse.tables[-1].rows)
+        plan = planner.make_plan(describe(model, batch), cluster).plan
+    if own.in_memory:
+        shard_rows = {t.table: max(rect.rows[1] - rect.rows[0] for rect in t.rects) for t in plan.tables}
+        return keep_on_servers(plan, {table: int(rows * own.in_memory) for table, rows in shard_rows.items()})
+    return keep_on_servers(plan, {table.table: Bounded(own.bound, own.bound, COPIES) for table in plan.tables})
+
+
+def build_job(name: str, side: str, exact: Any, cluster: Any) -> tuple[Any, Any]:
+    """The job of a worker, and its mesh."""
+    import torch
+
+    from shardwright import TableServers
+    from shardwright.comm.transport import servers
+    from shardwright.lab.network import rank_address
+    from shardwright.runtime.build import build
+    from shardwright.runtime.dense_layout import mesh_for
+
+    servers.check_address = lambda *_: None
+    own = SERVED.get(side)
+    model = make_dense_from_server(name) if own is not None and own.has_dense else make_model(name)
+    plan, connections = make_plan(name, side, model, exact, cluster), None
+    if own is not None:
+        address = f"tcp://{rank_address(RANKS)}:{FIRST_PORT + [*SERVED].index(side)}"
+        connections = TableServers((address,), timeout_seconds=TIMEOUT_SECONDS)
+    mesh = mesh_for(plan, TIMEOUT_SECONDS, connections)
+    hottest = {table.name: torch.arange(table.rows) for table in model.sparse.tables}
+    optimizer = lambda parameters: torch.optim.SGD(parameters, 0.01)  # noqa: E731
+    job = build(model, plan, mesh, optimizer=optimizer, hottest=hottest)
+    if own is not None and not own.in_memory:
+        changes = [follow_het] * own.follows_het
+        changes += [keep_no_copies] * (not own.has_copies) + [keep_duplicates] * (not own.removes_duplicates)
+        for change in changes:
+            change(model.sparse.exchange.served)
+    return job, mesh
+
+
+def worker(folder: str, name: str, cluster_file: str, sides: Sequence[str]) -> None:
+    """Body of every host."""
+    if os.environ["RANK"] == str(RANKS):
+        serve(folder)
+        return
+    os.environ["WORLD_SIZE"] = os.environ["GROUP_WORLD_SIZE"] = str(RANKS)
+    from itertools import cycle
+
+    from shardwright.spec import presets
+
+    cluster = presets.load_cluster(cluster_file)
+    exact = make_results(name, cluster)["exact"][0]
+    built = {side: build_job(name, side, exact, cluster) for side in sides}
+    mesh = built[sides[0]][1]
+    group, rank = mesh.group(), mesh.rank
+    batches = [make_batch(name, 10_000 * (rank + 1) + number, LOCAL_BATCH) for number in range(NUM_BATCHES)]
+    jobs, runs = {side: job for side, (job, _) in built.items()}, {}
+    for side, job in jobs.items():
+        own = SERVED.get(side)
+        has_dense = own is not None and own.has_dense
+        rows = job.model.sparse.tables[-1].rows if has_dense else 0
+        runs[side] = job.run(cycle([with_dense_rows(batch, rows) for batch in batches] if has_dense else batches))
+    train_turns(TurnServer(folder, "ours", rank, make_broadcast(group)), jobs, runs, group)
+    if rank == 0:
+        Path(folder, "ended").touch()
+    for _, each in built.values():
+        each.close()
