@@ -243,12 +243,12 @@ def build_job(name: str, side: str, exact: Any, cluster: Any) -> tuple[Any, Any]
     import torch
 
     from shardwright import TableServers
-    from shardwright.comm.transport import servers
+    from shardwright.comm.transport import keys
     from shardwright.lab.network import rank_address
     from shardwright.runtime.build import build
     from shardwright.runtime.dense_layout import mesh_for
 
-    servers.check_address = lambda *_: None
+    keys.check_address = lambda *_: None
     own = SERVED.get(side)
     model = make_dense_from_server(name) if own is not None and own.has_dense else make_model(name)
     plan, connections = make_plan(name, side, model, exact, cluster), None

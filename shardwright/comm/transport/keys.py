@@ -26,6 +26,9 @@ REMEDIES = MappingProxyType(
         "trainer": f"create keys with {READER_KEYS}, or of table servers with {SERVER_KEYS}",
     }
 )
+HEARTBEAT_MILLISECONDS = 10_000  # interval of zmq heartbeats to each client
+# Until a client without a heartbeat reply is disconnected: long, since on a slow link replies wait for large messages.
+HEARTBEAT_TIMEOUT_MILLISECONDS = 60_000
 KEY_CHARACTERS = 40
 
 
@@ -87,6 +90,40 @@ def check_address(address: str, keys: CurveKeys | None, remedy: str, service: st
         raise UserError(
             f"{service} {address}: not on this host, and no keys are set; {REMEDIES[service]}, then {remedy}"
         )
+
+
+def check_addresses(addresses: tuple[str, ...], key_file: str, remedy: str, service: str) -> None:
+    """Raise UserError unless clients can connect to all of these addresses; `remedy`: how to set a missing key file."""
+    if not addresses or isinstance(addresses, str):
+        raise UserError(
+            f"{service}s: addresses are {addresses!r}; wanted at least one, such as ('tcp://127.0.0.1:5700',)"
+        )
+    if len(set(addresses)) < len(addresses):
+        raise UserError(f"{service}s: {', '.join(addresses)}: an address is listed twice")
+    keys = load_keys(key_file, "trainer")
+    for address in addresses:
+        check_address(address, keys, remedy, service)
+        if re.search(r"\*|:0+$", address):
+            raise UserError(
+                f"{service} {address}: not an address to connect to; wanted the host and port that it prints"
+            )
+
+
+def bind_router(context: zmq.Context, address: str, keys: CurveKeys | None, service: str, max_bytes: int) -> zmq.Socket:
+    """A socket for calls of many clients, whose messages have at most `max_bytes` in a frame."""
+    socket = context.socket(zmq.ROUTER)
+    socket.router_mandatory = True  # an undeliverable message raises an error instead of being dropped
+    socket.linger = 0
+    socket.maxmsgsize = max_bytes
+    socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MILLISECONDS, HEARTBEAT_TIMEOUT_MILLISECONDS
+    secure_socket(socket, keys)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise UserError(
+            f"{service} {address}: {zmq.strerror(error.errno or 0)}; choose an address of this host and a free port"
+        ) from None
+    return socket
 
 
 def _is_loopback(host: str) -> bool:

@@ -5,7 +5,6 @@ server says that it does not have it, as after a restart; the server drops the s
 and a server may be killed and restarted with its journal.
 """
 
-import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +16,7 @@ import zmq
 
 from shardwright.comm.pending import Pending
 from shardwright.comm.transport.arrays import Message, decode_message
-from shardwright.comm.transport.keys import check_address, load_keys, secure_socket
+from shardwright.comm.transport.keys import check_addresses, load_keys, secure_socket
 from shardwright.errors import UserError
 
 TIMEOUT_SECONDS = 60.0
@@ -37,19 +36,7 @@ class TableServers:
     timeout_seconds: float = TIMEOUT_SECONDS
 
     def __post_init__(self) -> None:
-        if not self.addresses or isinstance(self.addresses, str):
-            raise UserError(
-                f"table servers: addresses are {self.addresses!r}; wanted a tuple, such as ('tcp://127.0.0.1:5800',)"
-            )
-        if len(set(self.addresses)) < len(self.addresses):
-            raise UserError(f"table servers: {', '.join(self.addresses)}: an address is listed twice")
-        keys = load_keys(self.key_file, "trainer")
-        for address in self.addresses:
-            check_address(address, keys, "set key_file to DIR/trainer.keys", "table server")
-            if re.search(r"\*|:0+$", address):
-                raise UserError(
-                    f"table server {address}: not an address to connect to; wanted the host and port that it prints"
-                )
+        check_addresses(self.addresses, self.key_file, "set key_file to DIR/trainer.keys", "table server")
 
 
 class Connection(Protocol):

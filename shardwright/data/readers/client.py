@@ -9,7 +9,6 @@ until the next batch has arrived, ping the readers, which report the requests th
 their reader is disconnected, does not reply, or does not hold them. Must not import torch.
 """
 
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 import zmq
 
-from shardwright.comm.transport.keys import CurveKeys, check_address, load_keys, secure_socket
+from shardwright.comm.transport.keys import CurveKeys, check_addresses, load_keys, secure_socket
 from shardwright.data.readers import messages
 from shardwright.data.readers.messages import BatchRequest
 from shardwright.data.sources.source import NumpyBatch, Position, SampleOrder, Source, order_identity
@@ -43,19 +42,7 @@ class Readers:
     timeout_seconds: float = TIMEOUT_SECONDS
 
     def __post_init__(self) -> None:
-        if not self.addresses or isinstance(self.addresses, str):
-            raise UserError(
-                f"readers: addresses are {self.addresses!r}; wanted at least one, such as ('tcp://127.0.0.1:5700',)"
-            )
-        if len(set(self.addresses)) < len(self.addresses):
-            raise UserError(f"readers: {', '.join(self.addresses)}: an address is listed twice")
-        keys = load_keys(self.key_file, "trainer")
-        for address in self.addresses:
-            check_address(address, keys, "set data.reader_keys=DIR/trainer.keys")
-            if re.search(r"\*|:0+$", address):
-                raise UserError(
-                    f"reader {address}: not an address to connect to; wanted a host and the port the reader prints"
-                )
+        check_addresses(self.addresses, self.key_file, "set data.reader_keys=DIR/trainer.keys", "reader")
 
 
 def read_remote(

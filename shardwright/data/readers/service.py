@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from shardwright.comm.transport.keys import CurveKeys, check_address, secure_socket, start_authenticator
+from shardwright.comm.transport.keys import CurveKeys, bind_router, check_address, start_authenticator
 from shardwright.data.loading.worker import RowsNotReady, Worker
 from shardwright.data.readers import messages
 from shardwright.data.readers.messages import BatchRequest
@@ -27,9 +27,6 @@ from shardwright.errors import UserError
 MAX_IN_FLIGHT = MAX_PREFETCH + 1  # requests per trainer
 MAX_REQUEST_BYTES = 1 << 16  # size limit of a message from a trainer
 MAX_MESSAGES_PER_POLL = 1000
-HEARTBEAT_MILLISECONDS = 10_000  # interval of zmq heartbeats to each trainer
-# Time until a trainer without a heartbeat reply is disconnected: long, since on a slow link replies wait for batches.
-HEARTBEAT_TIMEOUT_MILLISECONDS = 60_000
 LOG_INTERVAL_SECONDS = 10.0
 POLL_MILLISECONDS = 200  # bounded, since a signal that arrives right before a poll does not interrupt it
 RETRY_SECONDS = 0.5  # time until a request for rows that do not exist yet is retried
@@ -95,7 +92,7 @@ class ReaderService:
         self._context = zmq.Context()
         self._authenticator = start_authenticator(self._context, keys)
         try:
-            self._socket = self._bind_socket(bind, keys)
+            self._socket = bind_router(self._context, bind, keys, "reader", MAX_REQUEST_BYTES)
             for index in range(workers):
                 self._workers.append(Worker(source, order, f"{WORKER_NAME} {index}", blocking=False))
         except BaseException:
@@ -127,21 +124,6 @@ class ReaderService:
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.destroy(linger=0)
-
-    def _bind_socket(self, bind: str, keys: CurveKeys | None) -> zmq.Socket:
-        socket = self._context.socket(zmq.ROUTER)
-        socket.router_mandatory = True  # an undeliverable message raises an error instead of being dropped
-        socket.maxmsgsize = MAX_REQUEST_BYTES
-        socket.linger = 0
-        socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MILLISECONDS, HEARTBEAT_TIMEOUT_MILLISECONDS
-        secure_socket(socket, keys)
-        try:
-            socket.bind(bind)
-        except zmq.ZMQError as error:
-            raise UserError(
-                f"reader {bind}: {zmq.strerror(error.errno or 0)}; choose an address of this host and a free port"
-            ) from None
-        return socket
 
     def _receive_requests(self) -> None:
         """Receive at most MAX_MESSAGES_PER_POLL messages, so that workers do not starve; skip if malformed."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import zmq
 
 from shardwright.comm.transport.arrays import Message, decode_message
-from shardwright.comm.transport.keys import CurveKeys, check_address, secure_socket, start_authenticator
+from shardwright.comm.transport.keys import CurveKeys, bind_router, check_address, start_authenticator
 from shardwright.embeddings.service.call_handler import CallHandler, Served
 from shardwright.embeddings.service.journal import CallJournal, JournalError
 from shardwright.embeddings.service.owned_rows import RoundFailed
@@ -20,8 +20,6 @@ from shardwright.errors import UserError
 from shardwright.kernels.native import retain_freed_memory
 
 POLL_MILLISECONDS = 200  # bounded, since a signal that arrives right before a poll does not interrupt it
-HEARTBEAT_MILLISECONDS = 10_000  # interval of zmq heartbeats to each rank
-HEARTBEAT_TIMEOUT_MILLISECONDS = 60_000
 LOG_INTERVAL_SECONDS = 10.0
 MAX_FRAME_BYTES = 1 << 31  # of a rank's message
 KEYS_REMEDY = "serve with --keys DIR/server.keys"
@@ -42,27 +40,12 @@ class TableServer:
         self._context = zmq.Context()
         self._authenticator = start_authenticator(self._context, keys)
         try:
-            self._socket = self._bind(bind, keys)
+            self._socket = bind_router(self._context, bind, keys, "table server", MAX_FRAME_BYTES)
         except BaseException:
             self.close()
             raise
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._logged_at, self._logged, self._cpu_seconds = time.monotonic(), Served(), time.process_time()
-
-    def _bind(self, bind: str, keys: CurveKeys | None) -> zmq.Socket:
-        socket = self._context.socket(zmq.ROUTER)
-        socket.router_mandatory = True  # an undeliverable message raises an error instead of being dropped
-        socket.linger = 0
-        socket.maxmsgsize = MAX_FRAME_BYTES
-        socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MILLISECONDS, HEARTBEAT_TIMEOUT_MILLISECONDS
-        secure_socket(socket, keys)
-        try:
-            socket.bind(bind)
-        except zmq.ZMQError as error:
-            raise UserError(
-                f"table server {bind}: {zmq.strerror(error.errno or 0)}; choose an address of this host and a free port"
-            ) from None
-        return socket
 
     def run(self, write_line: Callable[[str], None]) -> None:
         """Serve for ever; `write_line` receives a line about every LOG_INTERVAL_SECONDS in which ranks called."""
