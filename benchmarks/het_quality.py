@@ -1,6 +1,7 @@
 """Quality of HET's models under bounded staleness: 8 workers simulated in one process, on synthetic clicks.
 
-    python -m benchmarks.het_quality [--model MODEL ...] [--modes MODE ...] [--steps N] [--seeds N] [--write NAME]
+    python -m benchmarks.het_quality [--model MODEL ...] [--modes MODE ...] [--steps N] [--seeds N] [--rates F ...]
+        [--write NAME]
 
 A simulation: one process computes what 8 workers with 128 samples a step each would compute; nothing is sent. HET's
 models (Wide & Deep, DeepFM, DCN, with narrower layers) train with SGD on 26 tables of 4,000 rows and 16 columns; a
@@ -9,6 +10,8 @@ All modes of a seed use the same weights and samples, and the gradient of each s
     synchronous           the gradient of all workers' samples, applied to the tables at once
     bounded N             the rules of docs/staleness.md with pull and push of N; each worker owns an eighth of the rows
                           and has a copy of every other row. "bounded 0" trains 500 steps, as a check
+    bounded uses N        the same, but pull and push count uses of a row in batches, not batches with the row, as HET's
+                          code has it; every copy is validated in every batch
     HET's protocol N      Algorithms 1 to 3 of the paper with s = N, with caches that hold all rows. In a step all
                           workers check their rows, then evict, then fetch
     asynchronous          workers take turns. Each applies the gradient of its 128 samples alone; it was computed on
@@ -56,6 +59,7 @@ MODES = (
     "bounded 10",
     "bounded 100",
     "bounded 10000",
+    "bounded uses 100",
     "HET's protocol 100",
     "asynchronous",
     "asynchronous, rate x8",
@@ -243,8 +247,9 @@ def make_workers(mode: str, case: Case) -> tuple[SynchronousRows, SharedDense]:
         factor = case.num_workers if number == "x8" else 1
         rows = AsynchronousRows(weight_EC, factor * rate, case.num_workers)
         return rows, AsynchronousDense(model, factor * dense_rate, case.num_workers)
-    if name == "bounded":
+    if name.startswith("bounded"):
         rows = BoundedRows(weight_EC, rate, case.num_workers, (int(number), int(number)))
+        rows.counts_uses = name == "bounded uses"
     elif name == "HET's protocol":
         rows = HetRows(weight_EC, rate, case.num_workers, int(number))
     else:
@@ -337,14 +342,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", nargs="*", choices=tuple(MODELS), default=tuple(MODELS))
     parser.add_argument("--modes", nargs="*", choices=MODES, default=MODES)
     parser.add_argument("--steps", type=int, default=Case("").steps)
+    parser.add_argument("--rates", type=float, nargs="*", default=[1.0], help="factors of the learning rates")
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds of weights and samples: 1, 2, ...")
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     args = parser.parse_args(arguments)
     lines: list[dict[str, Any]] = []
     for name in args.model:
-        for seed in range(1, args.seeds + 1):
-            case = Case(name, seed, args.steps, rate=RATES[name])
+        for seed, factor in [(seed, factor) for seed in range(1, args.seeds + 1) for factor in args.rates]:
+            case = Case(name, seed, args.steps, rate=(factor * RATES[name][0], factor * RATES[name][1]))
             if args.smoke:
                 case = replace(case, steps=10, rows=200, test_samples=4000, curve_samples=2000)
             for line in run(case, args.modes):

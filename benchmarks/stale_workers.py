@@ -54,6 +54,7 @@ class SynchronousRows:
     """Rows that all workers read and update at once, and counts of the updates that reads miss: here none."""
 
     bound: int | None = 0  # of the updates that a read misses
+    counts_uses = False
 
     def __init__(self, weight_ED: Tensor, rate: float, num_workers: int) -> None:
         self.weight_ED, self.rate, self.num_workers = weight_ED, rate, num_workers
@@ -76,7 +77,13 @@ class SynchronousRows:
         return self.weight_ED
 
     def count_made(self, reads: Reads) -> None:
-        self.made_E.index_add_(0, reads.row_U, torch.ones_like(reads.row_U))
+        self.made_E.index_add_(0, reads.row_U, self.counts(reads))
+
+    def counts(self, reads: Reads) -> Tensor:
+        """(U,) What a worker's gradient of a row counts."""
+        if self.counts_uses:
+            return torch.bincount(reads.index_BF.flatten(), minlength=len(reads.row_U))
+        return torch.ones_like(reads.row_U)
 
     def count_missed(self, missed_U: Tensor) -> None:
         self.missed += torch.bincount(torch.bucketize(missed_U, EDGES, right=True), minlength=HISTOGRAM_BINS)
@@ -94,7 +101,11 @@ class SynchronousRows:
 
 class BoundedRows(SynchronousRows):
     """The rules of embeddings/copies/{row_copies,row_clocks}.py, with a copy of every row on every worker that does not
-    own it. Workers read and update their own rows directly."""
+    own it. Workers read and update their own rows directly.
+
+    `counts_uses`: bounds are of uses of a row in batches, as HET's code has it, not of batches with the row; there are
+    no leases then.
+    """
 
     def __init__(
         self,
@@ -129,7 +140,7 @@ class BoundedRows(SynchronousRows):
         left_A = self.lease.num_batches(now_A - version_A)
         is_new_A = is_own_U[expired_A] | (version_A == NO_VERSION) | (left_A < 0)
         granted_A = torch.where(is_new_A, self.lease.num_batches(torch.zeros_like(left_A)), left_A)
-        self.lease_end_P[pair_A] = self.num_batches + granted_A
+        self.lease_end_P[pair_A] = -1 if self.counts_uses else self.num_batches + granted_A
         pair_F, row_F = pair_A[is_new_A], row_A[is_new_A]
         own_FD = self.sum_PD.index_select(0, pair_F)
         self.copy_PD.index_copy_(0, pair_F, own_FD.add_(self.weight_ED.index_select(0, row_F)))
@@ -145,13 +156,14 @@ class BoundedRows(SynchronousRows):
         due_V = due_V[self.unpushed_P[due_V] > 0]
         self.is_due_P[due_V] = True
         is_own_U = self.owner_E[reads.row_U] == reads.worker_U
-        is_pushed_U = is_own_U | (self.unpushed_P[reads.pair_U] >= self.push)
+        counts_U = self.counts(reads)
+        is_pushed_U = is_own_U | (self.unpushed_P[reads.pair_U] + counts_U > self.push)
         pushed_V = reads.pair_U[is_pushed_U & ~self.is_due_P[reads.pair_U]]
         self.is_due_P[due_V] = False
         change_UD = grad_UD.mul(-self.rate)
         self.copy_PD.index_add_(0, reads.pair_U, change_UD)
         self.sum_PD.index_add_(0, reads.pair_U, change_UD)
-        self.unpushed_P[reads.pair_U] += 1
+        self.unpushed_P[reads.pair_U] += counts_U
         self._push(torch.cat([due_V, pushed_V]))
         self.num_pushed -= int(is_own_U.sum())
         self.count_made(reads)
