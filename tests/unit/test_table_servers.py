@@ -7,7 +7,7 @@ import threading
 import zlib
 from collections import Counter
 from contextlib import contextmanager
-from itertools import product
+from itertools import count, product
 from unittest import mock
 
 import numpy as np
@@ -53,8 +53,13 @@ def decoded(frames):
     return decode_message([zmq.Frame(bytes(frame)) for frame in frames])
 
 
-def numbered(message, rank=0, number=1, run="r"):
-    return Message({"run": run, "rank": rank, "server": 0, "number": number, **message.header}, message.arrays)
+CALL_NUMBERS = count(1)
+
+
+def numbered(message, rank=0, number=None, run="r"):
+    identity = {"run": run, "rank": rank, "server": 0, "connection": "step"}
+    number = next(CALL_NUMBERS) if number is None else number
+    return Message({**identity, "number": number, **message.header}, message.arrays)
 
 
 def ask(handler, message, client=b"rank", run="r"):
@@ -176,7 +181,10 @@ WRONG_FIELDS = {
     "read": {"round": [*NO_INTEGER, 1 << 40], "number": NO_INTEGER, "run": [*NO_TEXT, "other"], "call": NO_TEXT},
     "push": {"round": [*NO_INTEGER, ROUND + 2, 1 << 40], "rank": [*NO_INTEGER, -1, 1]}
     | {"steps": [*NO_LIST, [], [1, 1], [-1], [10**30]], "lr": [None, "0.1", [], 10**400, float("nan"), float("inf")]},
-    "put": {"columns": [*NO_LIST, [0], [0, 1, 2], [1, 0], [-1, 1], [0, 3], [0, 10**30], [[0, 2]]]}
+    "put": {
+        "connection": NO_TEXT,
+        "columns": [*NO_LIST, [0], [0, 1, 2], [1, 0], [-1, 1], [0, 3], [0, 10**30], [[0, 2]]],
+    }
     | {"group": [*NO_INTEGER, -1, 1], "part": [*NO_TEXT, "mean"], "snapshot": [*NO_INTEGER[1:], 99, SNAPSHOT]},
     "get": {"group": [*NO_INTEGER, -1, 1], "part": [*NO_TEXT, "mean"], "snapshot": [*NO_INTEGER[1:], 99]},
     "draw": {"group": [*NO_INTEGER, -1, 1], "seed": NO_INTEGER, "bound": [None, "0.1", [], float("nan"), 10**400]},
@@ -295,6 +303,7 @@ def run_with_journal(directory):
         messages.append(numbered(calls.push_call(round_, pushes[round_][rank]), rank))
     swaps = [Swap(1, rows[:2], 3 * ones[:2], rows[:0]), Swap(0, rows[2:4], 2 * ones[:2], rows[:1])]
     messages.insert(9, calls.swap_call(swaps))
+    messages = [numbered(message) for message in messages]
     for message in messages:
         states.append(state(send(handler, [message])))
         contents.append((directory / "rows.journal").read_bytes())
@@ -318,6 +327,27 @@ def test_a_swap_writes_before_it_reads_and_a_kept_store_does_not_change():
     assert ask(handler, kept)["values"] == [[[0.0, 0.0], [1.0, 2.0], [3.0, 4.0]]], "as when it was first kept"
     send(handler, [Message({"call": "drop", "store": 0, "snapshot": "a"})])
     assert "the snapshot of the rows is gone" in ask(handler, kept)["error"]
+
+
+@pytest.mark.parametrize("restarts", (False, True))
+@pytest.mark.parametrize("compacts", (False, True))
+def test_changes_that_come_again_after_later_ones_change_nothing(tmp_path, monkeypatch, restarts, compacts):
+    """As from a connection that the rank has lost, whose bytes arrive after those of the next one."""
+    monkeypatch.setattr(call_handler, "MIN_COMPACTED_BYTES", 0 if compacts else 1 << 30)
+    rows, values = torch.arange(2), torch.ones(2, 4).double()
+    put = calls.put_call(Place(0, "weight"), rows, (0, 2), values[:, :2])
+    calls_of_step = [put, calls.draw_call(0, rows, rows, 1, 1.0), calls.swap_call([Swap(0, rows, values, rows)])]
+    earlier = [numbered(each) for each in calls_of_step]
+    handler = send(CallHandler(CallJournal(tmp_path / "a")), [calls.open_call(ONE_RANK), *earlier])
+    later = [calls.push_call(0, make_pushes(ONE_RANK, 1)[0][0]), calls.swap_call([Swap(0, rows, 2 * values, rows)])]
+    before = state(send(handler, later))
+    if restarts:
+        handler.close()
+        handler = CallHandler(CallJournal(tmp_path / "a"))
+    assert is_equal(state(send(handler, earlier)), before)
+    assert ask(handler, earlier[-1])["values"] == [(2 * values[:2]).tolist()], "what is there now"
+    other = {**put.header, "connection": "state", "number": 1}
+    assert not is_equal(state(send(handler, [Message(other, put.arrays)])), before), "connections count by themselves"
 
 
 def start_again(directory, content):

@@ -21,8 +21,10 @@ from shardwright.errors import UserError
 
 TIMEOUT_SECONDS = 60.0
 PING_NUMBER = 0  # other calls count from 1
+RECONNECT_SHARE = 0.5  # of the timeout without a message, until the server is connected to anew
 PING_SECONDS = 0.5  # without a message of a server, until it is asked which calls it has
 CONNECT_TIMEOUT_MILLISECONDS = 3000
+CONNECTIONS = "step", "state"
 LINGER_MILLISECONDS = 1000  # for the last messages to a server
 
 
@@ -69,22 +71,28 @@ class Caller:
 
 
 class ServerConnection:
-    """Calls of a rank to one server over a zmq DEALER socket; one thread at a time may use it."""
+    """Calls of a rank to one server over a zmq DEALER socket; one thread at a time may use it. `name`: of this
+    connection among those of the rank to the server, which counts its calls."""
 
-    def __init__(self, context: zmq.Context, servers: TableServers, server: int, caller: Caller) -> None:
+    def __init__(self, context: zmq.Context, servers: TableServers, server: int, caller: Caller, name: str) -> None:
         self.address = servers.addresses[server]
+        self._context, self._keys = context, load_keys(servers.key_file, "trainer")
         self._timeout, self._caller = servers.timeout_seconds, caller
-        self._identity = {"run": caller.run, "rank": caller.rank, "server": server}
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.connect_timeout = CONNECT_TIMEOUT_MILLISECONDS
-        secure_socket(self._socket, load_keys(servers.key_file, "trainer"))
-        try:
-            self._socket.connect(self.address)
-        except zmq.ZMQError as error:
-            raise UserError(f"table server {self.address}: {zmq.strerror(error.errno or 0)}") from None
+        self._identity = {"run": caller.run, "rank": caller.rank, "server": server, "connection": name}
+        self._socket = self._connect()
         self._number = PING_NUMBER
         self._unanswered: dict[int, Message] = {}
         self._replies: dict[int, Message] = {}
+
+    def _connect(self) -> zmq.Socket:
+        socket = self._context.socket(zmq.DEALER)
+        socket.connect_timeout = CONNECT_TIMEOUT_MILLISECONDS
+        secure_socket(socket, self._keys)
+        try:
+            socket.connect(self.address)
+        except zmq.ZMQError as error:
+            raise UserError(f"table server {self.address}: {zmq.strerror(error.errno or 0)}") from None
+        return socket
 
     def call(self, message: Message) -> Pending[Message]:
         number = self._number = self._number + 1
@@ -102,7 +110,7 @@ class ServerConnection:
             self._socket.send_multipart(message.encode(), zmq.NOBLOCK, copy=False)
 
     def _wait(self, number: int) -> Message:
-        start = last_message_at = last_ping_at = time.monotonic()
+        start = last_message_at = last_ping_at = connected_at = time.monotonic()
         while number not in self._replies:
             if self._socket.poll(round(1000 * PING_SECONDS)):
                 self._receive()
@@ -115,6 +123,9 @@ class ServerConnection:
                 )
             if now - start > self._timeout and number not in self._replies:
                 raise self._caller.explain_wait()
+            if now - max(last_message_at, connected_at) > RECONNECT_SHARE * self._timeout:
+                self._socket.close(linger=0)  # zmq does not connect again after damaged bytes
+                self._socket, connected_at = self._connect(), now
             if now - last_ping_at > PING_SECONDS:
                 ping = Message({"call": "ping", "without_reply": [*self._unanswered]})
                 self._send(self._with_identity(ping, PING_NUMBER))
@@ -159,7 +170,7 @@ class ServerConnector:
 
     def connect(self, server: int) -> ServerConnection:
         if server not in self._connections:
-            self._connections[server] = ServerConnection(self._contexts[0], self._servers, server, self._caller)
+            self._connections[server] = self._open(0, server)
         return self._connections[server]
 
     def request(self, server: int, message: Message) -> Message:
@@ -167,9 +178,11 @@ class ServerConnector:
             if self._is_closed:
                 raise UserError("this job has ended: its mesh was closed, or another job was built on it")
             if server not in self._of_state:
-                connection = ServerConnection(self._contexts[1], self._servers, server, self._caller)
-                self._of_state[server] = connection
+                self._of_state[server] = self._open(1, server)
             return self._of_state[server].call(message).wait()
+
+    def _open(self, kind: int, server: int) -> ServerConnection:
+        return ServerConnection(self._contexts[kind], self._servers, server, self._caller, CONNECTIONS[kind])
 
     def close(self) -> None:
         """Tell the servers that this rank has ended; a server that is gone is not waited for."""

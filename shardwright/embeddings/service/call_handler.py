@@ -54,6 +54,7 @@ class CallHandler:
         self._clients: set[Client] = set()
         self._ended: set[int] = set()  # ranks
         self._waiting: dict[tuple[Client, int], Message] = {}  # reads of rounds that are not complete
+        self._changed: dict[str, int] = {}  # by connection of a rank, the number of the last call that changed rows
         self.served = Served()
         self._restored_at = -math.inf  # when the journal of a run was read
         self._compacted_bytes = MIN_COMPACTED_BYTES
@@ -126,8 +127,9 @@ class CallHandler:
             case "keep" | "read_kept" | "drop":
                 return _access_kept(owned.stores, header)
             case "put" | "draw":
-                _change(owned, message)
-                self._record(message)
+                if self._is_first(header):
+                    _change(owned, message)
+                    self._record(message)
                 return Message({})
             case "get":
                 rows = owned.get(*calls.parse_get(message))
@@ -167,7 +169,7 @@ class CallHandler:
 
     def _end(self) -> None:
         self._run, self._owned = "", None
-        self._clients, self._ended, self._waiting = set(), set(), {}
+        self._clients, self._ended, self._waiting, self._changed = set(), set(), {}, {}
         if self._journal is not None:
             self._journal.remove()
 
@@ -187,13 +189,25 @@ class CallHandler:
 
     def _swap(self, owned: OwnedRows, message: Message) -> Message:
         swaps = calls.parse_swap(message)
-        values = owned.stores.swap(swaps)
-        if written := sum(len(swap.written_W) for swap in swaps):
+        written = sum(len(swap.written_W) for swap in swaps)
+        if is_new := written > 0 and self._is_first(message.header):
+            owned.stores.write(swaps)
+        values = owned.stores.read(swaps)
+        if is_new:
             self._record(message)
         num = sum(len(swap.read_R) for swap in swaps)
         self.served.read, self.served.sent = self.served.read + num, self.served.sent + num
         self.served.updated += written
         return Message({}, [each.numpy() for each in values])
+
+    def _is_first(self, header: Mapping[str, Any]) -> bool:
+        """Whether a call that changes rows comes for the first time, and not from a connection that the rank has lost,
+        whose bytes may arrive after those of the next one. Remembers it."""
+        connection, number = _connection(header), parse_integer(header, "number")
+        if number <= self._changed.get(connection, 0):
+            return False
+        self._changed[connection] = number
+        return True
 
     def _answer_waiting(self) -> list[Reply]:
         """Replies to the reads whose round has come."""
@@ -232,6 +246,7 @@ class CallHandler:
                 "spec": spec,
                 "round": self._owned.round,
                 "version": calls.VERSION,
+                "changed": self._changed,
             }
             self._compacted_bytes *= 2  # for the next time, if there is no room now: the journal grows on
             with suppress(JournalError):
@@ -245,15 +260,17 @@ class CallHandler:
                 self._run, self._owned = parse_text(header, "run"), _make_rows(calls.parse_spec(dict(header)))
             case "rows":
                 self._run, self._owned = parse_text(header, "run"), _make_rows(calls.parse_spec(dict(header)))
-                self._owned.round = parse_integer(header, "round")
+                self._owned.round, self._changed = parse_integer(header, "round"), dict(header["changed"])
                 for part, saved in zip(self._owned.all_parts(), message.arrays, strict=True):
                     part.copy_(torch.from_numpy(saved))
             case "push" if self._owned is not None:
                 push = calls.parse_push(message, self._owned.spec)
                 self._owned.push(parse_integer(header, "rank"), parse_integer(header, "round"), push)
             case "swap" if self._owned is not None:
-                self._owned.stores.swap(calls.parse_swap(message))
+                self._is_first(header)
+                self._owned.stores.write(calls.parse_swap(message))
             case "put" | "draw" if self._owned is not None:
+                self._is_first(header)
                 _change(self._owned, message)
             case call:
                 raise UserError(f'the journal has a record "{call}" of another version; remove it')
@@ -271,6 +288,10 @@ def _access_kept(stores: ShardStores, header: Mapping[str, Any]) -> Message:
         case _:
             stores.drop(snapshot)
     return Message({})
+
+
+def _connection(header: Mapping[str, Any]) -> str:
+    return f"{parse_integer(header, 'rank')} {parse_text(header, 'connection')}"
 
 
 def _change(owned: OwnedRows, message: Message) -> None:

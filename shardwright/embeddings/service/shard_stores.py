@@ -46,12 +46,15 @@ class ShardStores:
         self.rows_EX = [torch.from_numpy(np.zeros((spec.rows, spec.width), np.dtype(spec.dtype))) for spec in specs]
         self.snapshots: dict[str, tuple[int, Tensor]] = {}  # by name: a store, and its rows as they were
 
-    def swap(self, swaps: Sequence[Swap]) -> list[Tensor]:
-        """Write rows, then return others."""
+    def write(self, swaps: Sequence[Swap]) -> None:
         for swap in swaps:
             self._check(swap)
         for swap in swaps:
             self.rows_EX[swap.store].index_copy_(0, swap.written_W, swap.values_WX)
+
+    def read(self, swaps: Sequence[Swap]) -> list[Tensor]:
+        for swap in swaps:
+            self._check(swap)
         return [self.rows_EX[swap.store].index_select(0, swap.read_R) for swap in swaps]
 
     def _check(self, swap: Swap) -> None:
