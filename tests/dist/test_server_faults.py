@@ -2,6 +2,7 @@
 it, has the bits of an undisturbed one."""
 
 import random
+import signal
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,10 @@ from server_faults import (
 )
 from table_servers import ServerProcess
 from test_served_ranks import EXACT, resume
+
+from shardwright.comm.transport.servers import Caller, ServerConnector, TableServers
+from shardwright.embeddings.service import calls
+from shardwright.embeddings.service.owned_rows import OwnedSpec
 
 MODES = pytest.mark.parametrize("sync", (EXACT, BOUNDED), ids=("exact", "bounded"))
 NUM_SERVERS, CUT_SECONDS, RUN_SECONDS = 2, 5.0, 280.0
@@ -132,6 +137,23 @@ def test_connections_closed_after_damaged_bytes_change_nothing(ranks, servers, u
         answers = ranks.run(2, train, training, seconds=RUN_SECONDS)
     assert fired["no frame"] >= 3, fired
     assert_same_bits(answers, undisturbed[EXACT])
+
+
+def test_a_server_killed_before_it_opens_a_run_opens_it_when_it_is_back(tmp_path):
+    process = ServerProcess(tmp_path)
+    connector = ServerConnector(TableServers((process.address,), timeout_seconds=30.0), Caller("r", 0))
+    try:
+        connection = connector.connect(0)
+        time.sleep(1.0)  # until zmq has connected
+        process.process.send_signal(signal.SIGSTOP)
+        reply = connection.call(calls.open_call(OwnedSpec(0, 1, OPTIMIZER, ())))
+        time.sleep(0.5)  # until the call is in the socket of the server
+        process.kill()
+        process.start()
+        assert "error" not in reply.wait().header
+    finally:
+        connector.close()
+        process.stop()
 
 
 @pytest.mark.parametrize("sync, rank", ((EXACT, 1), (BOUNDED, 2)), ids=("exact", "bounded"))

@@ -132,6 +132,11 @@ class ServerConnection:
                 last_ping_at = now
         return self._replies.pop(number)
 
+    @property
+    def _opens(self) -> bool:
+        """Whether this rank's call to open the run has no reply."""
+        return any(message.header["call"] == "open" for message in self._unanswered.values())
+
     def _receive(self) -> None:
         """Take the messages that have arrived; raises the error of a call."""
         while True:
@@ -149,6 +154,10 @@ class ServerConnection:
             if number in self._unanswered:
                 self._send(self._unanswered[number])
         number = header.get("number")
+        if "error" in header and number == PING_NUMBER and self._opens:
+            for unanswered in self._unanswered.values():  # the server was killed before it opened the run
+                self._send(unanswered)
+            return
         if "error" in header and (number in self._unanswered or number == PING_NUMBER):
             raise UserError(f"table server {self.address}: {header['error']}")
         if number not in self._unanswered:
