@@ -66,6 +66,11 @@ def test_infinite_rows_of_a_group_do_not_reach_other_groups():
 
 @pytest.mark.parametrize("dtype", PRODUCTS, ids=str)
 def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype):
+    if not HAS_GPU and dtype == torch.float32:
+        pytest.skip(
+            "the interpreter's products of float32 are those of numpy's BLAS, which may sum a row in an order "
+            "that depends on its position"
+        )
     rows, weight = random(700, 136, dtype=dtype), random(3, 264, 136, dtype=dtype)
     whole = products.rows_times_weights(rows, weight, torch.tensor([400, 100, 200]), transposed=True)
     few = products.rows_times_weights(rows[395:405], weight, torch.tensor([5, 5, 0]), transposed=True)
