@@ -10,8 +10,7 @@ All modes of a seed use the same weights and samples, and the gradient of each s
     synchronous           the gradient of all workers' samples, applied to the tables at once
     bounded N             the rules of docs/staleness.md with pull and push of N; each worker owns an eighth of the rows
                           and has a copy of every other row. "bounded 0" trains 500 steps, as a check
-    bounded uses N        the same, but pull and push count uses of a row in batches, not batches with the row, as HET's
-                          code has it; every copy is validated in every batch
+    bounded batches N     the same, but a batch counts once, however often it uses the row
     HET's protocol N      Algorithms 1 to 3 of the paper with s = N, with caches that hold all rows. In a step all
                           workers check their rows, then evict, then fetch
     asynchronous          workers take turns. Each applies the gradient of its 128 samples alone; it was computed on
@@ -59,13 +58,12 @@ MODES = (
     "bounded 10",
     "bounded 100",
     "bounded 10000",
-    "bounded uses 100",
+    "bounded batches 100",
     "HET's protocol 100",
     "asynchronous",
     "asynchronous, rate x8",
 )
-# By model, of rows and of dense weights. Wide & Deep: twice these rates end with the same AUC (synchronous, 20,000
-# steps: 0.7791 and 0.7792). The others are guesses.
+# By model, of rows and of dense weights.
 RATES = {"het_wide_deep": (20.0, 0.2), "het_deepfm": (1.0, 0.02), "het_dcn": (5.0, 0.05)}
 CHECK_STEPS = 500  # of "bounded 0"
 TABLES, NUMBERS = 26, 13
@@ -249,7 +247,7 @@ def make_workers(mode: str, case: Case) -> tuple[SynchronousRows, SharedDense]:
         return rows, AsynchronousDense(model, factor * dense_rate, case.num_workers)
     if name.startswith("bounded"):
         rows = BoundedRows(weight_EC, rate, case.num_workers, (int(number), int(number)))
-        rows.counts_uses = name == "bounded uses"
+        rows.counts_uses = name != "bounded batches"
     elif name == "HET's protocol":
         rows = HetRows(weight_EC, rate, case.num_workers, int(number))
     else:

@@ -12,12 +12,11 @@ each rate, of all hosts:
                             Parallax
     no cache                each distinct row of a batch is read and its gradient pushed
     no cache A/A            the same again: how much turns differ
-    HET's protocol 100      as HET's released code has it: every copy is validated in every batch, and pull and push of
-                            100 count occurrences of rows
+    HET's protocol 100      as HET's released code has it: every copy is validated in every batch
     exact, copies           rows stay in copies, and are sent again if others have changed them
     exact, rows on workers  workers own the rows, of which they have 40 % in memory together; the others are on the
                             server
-    bounded 10, 100         copies with pull and push of 10 and of 100
+    bounded 10, 100         copies with pull and push of 10 and of 100 uses of a row
     sharded                 no server: the planner's plan over the 8 workers, which own the rows (benchmarks.het has
                             the same with bounded staleness)
 The rivals' own systems are not run: these are our messages, with as many rows as theirs would have. Dense gradients are

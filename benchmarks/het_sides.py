@@ -93,52 +93,30 @@ def uses_by_group(served: Any, distinct: Any) -> list[Any]:
     """By group of tables, how often a batch uses each of its distinct rows."""
     import torch
 
-    first = torch.tensor([0, *distinct.counts[:-1]]).cumsum(0)
-    sizes = distinct.ids.offsets.diff().view(len(distinct.ids.tables), -1).sum(1)
-    starts = first[torch.tensor([*distinct.ids.tables])].repeat_interleave(sizes)
-    counts = torch.bincount(distinct.ids.values.long() + starts, minlength=len(distinct.rows_U))
-    by_table = counts.split(distinct.counts)
+    by_table = distinct.uses_by_table()
     return [torch.cat([by_table[position] for position in positions]) for positions in served._positions]
 
 
 def follow_het(served: Any) -> None:
-    """Change tables on a server so that copies follow HET's released code: every copy is validated in every batch, and
-    bounds count occurrences of a row in batches, not batches."""
-    import torch
+    """Change tables on a server so that copies follow HET's released code, which validates every copy in every
+    batch."""
 
-    find, uses = served.find_copies, []
+    def forget_leases() -> None:
+        for group in served.groups:
+            group.copies._lease_end_L.fill_(-1)
 
-    def find_copies(distinct: Any, *, training: bool) -> Any:
-        uses[:] = uses_by_group(served, distinct)
-        return find(distinct, training=training)
-
-    def count_uses(copies: Any, number: int) -> None:
-        find_lines, update = copies.find_lines, copies.update
-
-        def find_lines_by_uses(rows_R: Any) -> Any:
-            batch = find_lines(rows_R)
-            batch.is_expired_R = torch.ones_like(batch.is_expired_R)
-            batch.is_pushed_R |= copies._unpushed_L[batch.lines_R] + uses[number] > copies.push
-            return batch
-
-        def update_by_uses(batch: Any, *arguments: Any) -> None:
-            kept = ~batch.is_pushed_R
-            update(batch, *arguments)
-            copies._unpushed_L[batch.lines_R[kept]] += uses[number][kept] - 1
-
-        copies.find_lines, copies.update = find_lines_by_uses, update_by_uses
-
-    for number, group in enumerate(served.groups):
-        count_uses(group.copies, number)
-    served.find_copies = find_copies
+    served.update = _followed_by(served.update, forget_leases)
 
 
 def keep_duplicates(served: Any) -> None:
     """Change tables on a server, of which no copies are kept, so that a row is read and pushed for each id."""
+    from dataclasses import replace
+
     import torch
 
     from shardwright.comm.pending import Pending
     from shardwright.embeddings.copies.row_copies import NO_VERSION
+    from shardwright.embeddings.copies.updates import RowUpdates
     from shardwright.embeddings.service import calls
     from shardwright.embeddings.service.owned_rows import GroupRead
 
@@ -168,9 +146,10 @@ def keep_duplicates(served: Any) -> None:
 
     def push_each(by_group: Any, optimizer: Any, steps: Any) -> None:
         repeated = []
-        for ((rows, counts, values),), uses_U in zip(by_group, uses, strict=True):
-            parts = (rows, counts, values / uses_U.unsqueeze(1))
-            repeated.append([tuple(part.repeat_interleave(uses_U, 0) for part in parts)])
+        for (pushed,), uses_U in zip(by_group, uses, strict=True):
+            sums_VD, ones_V = pushed.sums_VD / uses_U.unsqueeze(1), torch.ones_like(uses_U)
+            each = replace(pushed, sums_VD=sums_VD, uses_V=ones_V)
+            repeated.append([RowUpdates(*(column.repeat_interleave(uses_U, 0) for column in each.columns))])
         push(repeated, optimizer, steps)
 
     served.find_copies, served.fetch, served._push = find_copies, fetch, push_each

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.embeddings.copies.row_clocks import HISTOGRAM_BINS
+from shardwright.embeddings.copies.row_clocks import HISTOGRAM_BINS, uses_per_update
 from shardwright.embeddings.copies.row_copies import NO_VERSION, Lease
 from shardwright.spec.row_cache import MAX_UNPUSHED_BATCHES
 
@@ -54,7 +54,6 @@ class SynchronousRows:
     """Rows that all workers read and update at once, and counts of the updates that reads miss: here none."""
 
     bound: int | None = 0  # of the updates that a read misses
-    counts_uses = False
 
     def __init__(self, weight_ED: Tensor, rate: float, num_workers: int) -> None:
         self.weight_ED, self.rate, self.num_workers = weight_ED, rate, num_workers
@@ -77,13 +76,7 @@ class SynchronousRows:
         return self.weight_ED
 
     def count_made(self, reads: Reads) -> None:
-        self.made_E.index_add_(0, reads.row_U, self.counts(reads))
-
-    def counts(self, reads: Reads) -> Tensor:
-        """(U,) What a worker's gradient of a row counts."""
-        if self.counts_uses:
-            return torch.bincount(reads.index_BF.flatten(), minlength=len(reads.row_U))
-        return torch.ones_like(reads.row_U)
+        self.made_E.index_add_(0, reads.row_U, torch.ones_like(reads.row_U))
 
     def count_missed(self, missed_U: Tensor) -> None:
         self.missed += torch.bincount(torch.bucketize(missed_U, EDGES, right=True), minlength=HISTOGRAM_BINS)
@@ -103,9 +96,10 @@ class BoundedRows(SynchronousRows):
     """The rules of embeddings/copies/{row_copies,row_clocks}.py, with a copy of every row on every worker that does not
     own it. Workers read and update their own rows directly.
 
-    `counts_uses`: bounds are of uses of a row in batches, as HET's code has it, not of batches with the row; there are
-    no leases then.
+    `counts_uses`: pull and push count the uses of a row in batches; else batches with the row.
     """
+
+    counts_uses = True
 
     def __init__(
         self,
@@ -126,10 +120,11 @@ class BoundedRows(SynchronousRows):
             torch.arange(first, self.num_pairs, MAX_UNPUSHED_BATCHES) for first in range(MAX_UNPUSHED_BATCHES)
         ]
         self.num_batches = 0
-        self.version_E = torch.zeros_like(self.made_E)
+        self.version_E, self.uses_E = torch.zeros_like(self.made_E), torch.zeros_like(self.made_E)
         self.copy_PD, self.sum_PD = self.zero_rows_for_pairs(), self.zero_rows_for_pairs()
         self.version_P, self.lease_end_P = self.zeros_for_pairs(NO_VERSION), self.zeros_for_pairs(-1)
-        self.unpushed_P, self.is_due_P = self.zeros_for_pairs(), torch.zeros(self.num_pairs, dtype=torch.bool)
+        self.unpushed_P, self.unpushed_uses_P = self.zeros_for_pairs(), self.zeros_for_pairs()
+        self.is_due_P = torch.zeros(self.num_pairs, dtype=torch.bool)
 
     def read(self, reads: Reads) -> Tensor:
         self.num_batches += 1
@@ -137,10 +132,11 @@ class BoundedRows(SynchronousRows):
         expired_A = (is_own_U | (self.lease_end_P[reads.pair_U] < self.num_batches)).nonzero().flatten()
         pair_A, row_A = reads.pair_U[expired_A], reads.row_U[expired_A]
         now_A, version_A = self.version_E[row_A], self.version_P[pair_A]
-        left_A = self.lease.num_batches(now_A - version_A)
+        mean_A = uses_per_update(self.uses_E[row_A], now_A)
+        left_A = self.lease.num_batches(now_A - version_A, mean_A)
         is_new_A = is_own_U[expired_A] | (version_A == NO_VERSION) | (left_A < 0)
-        granted_A = torch.where(is_new_A, self.lease.num_batches(torch.zeros_like(left_A)), left_A)
-        self.lease_end_P[pair_A] = -1 if self.counts_uses else self.num_batches + granted_A
+        granted_A = torch.where(is_new_A, self.lease.num_batches(torch.zeros_like(left_A), mean_A), left_A)
+        self.lease_end_P[pair_A] = self.num_batches + granted_A
         pair_F, row_F = pair_A[is_new_A], row_A[is_new_A]
         own_FD = self.sum_PD.index_select(0, pair_F)
         self.copy_PD.index_copy_(0, pair_F, own_FD.add_(self.weight_ED.index_select(0, row_F)))
@@ -156,17 +152,24 @@ class BoundedRows(SynchronousRows):
         due_V = due_V[self.unpushed_P[due_V] > 0]
         self.is_due_P[due_V] = True
         is_own_U = self.owner_E[reads.row_U] == reads.worker_U
-        counts_U = self.counts(reads)
-        is_pushed_U = is_own_U | (self.unpushed_P[reads.pair_U] + counts_U > self.push)
+        uses_U = self.uses(reads)
+        is_pushed_U = is_own_U | (self.unpushed_uses_P[reads.pair_U] + uses_U > self.push)
         pushed_V = reads.pair_U[is_pushed_U & ~self.is_due_P[reads.pair_U]]
         self.is_due_P[due_V] = False
         change_UD = grad_UD.mul(-self.rate)
         self.copy_PD.index_add_(0, reads.pair_U, change_UD)
         self.sum_PD.index_add_(0, reads.pair_U, change_UD)
-        self.unpushed_P[reads.pair_U] += counts_U
+        self.unpushed_P[reads.pair_U] += 1
+        self.unpushed_uses_P[reads.pair_U] += uses_U
         self._push(torch.cat([due_V, pushed_V]))
         self.num_pushed -= int(is_own_U.sum())
         self.count_made(reads)
+
+    def uses(self, reads: Reads) -> Tensor:
+        """(U,) What a worker's gradient of a row counts."""
+        if not self.counts_uses:
+            return torch.ones_like(reads.row_U)
+        return torch.bincount(reads.index_BF.flatten(), minlength=len(reads.row_U))
 
     def flushed(self) -> Tensor:
         return self.with_unpushed(self.sum_PD)
@@ -175,8 +178,9 @@ class BoundedRows(SynchronousRows):
         row_V, counts_V = pair_V % len(self.weight_ED), self.unpushed_P[pair_V]
         self.weight_ED.index_add_(0, row_V, self.sum_PD.index_select(0, pair_V))
         self.version_E.index_add_(0, row_V, counts_V)
+        self.uses_E.index_add_(0, row_V, self.unpushed_uses_P[pair_V])
         self.version_P[pair_V] += counts_V
-        self.unpushed_P[pair_V] = 0
+        self.unpushed_P[pair_V] = self.unpushed_uses_P[pair_V] = 0
         self.sum_PD.index_fill_(0, pair_V, 0)
         self.num_pushed += len(pair_V)
 

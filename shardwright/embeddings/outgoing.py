@@ -20,7 +20,7 @@ from shardwright.embeddings.row_order import IdOrder, RowOrder
 from shardwright.jagged import Jagged, ids_per_feature, offsets, select
 from shardwright.kernels.arguments import POOLINGS, IdOutOfRange, Ids
 from shardwright.kernels.dedup import bucketize_ids, gather_segments, unique_rows
-from shardwright.kernels.gradient_sums import to_table_positions
+from shardwright.kernels.gradient_sums import to_global_positions, to_table_positions
 from shardwright.layers.embedding import EmbeddingTables
 from shardwright.layers.table_weights import torch_state_dtype
 
@@ -43,6 +43,11 @@ class DistinctRows:
 
     def by_table(self) -> tuple[Tensor, ...]:
         return self.rows_U.split(self.counts)
+
+    def uses_by_table(self) -> tuple[Tensor, ...]:
+        """How often the batch has each row."""
+        positions = to_global_positions(self.ids, self.counts).values
+        return torch.bincount(positions, minlength=len(self.rows_U)).split(self.counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Row exchange with bounded staleness: which bounds, how many copies, and how many rows ranks then exchange.
 
-Each rank uses a row in a share of its batches. A copy is validated when its lease has expired, and its row is sent if
-it misses more than `pull` updates. Between two sends, the copy of a rare row is validated at nearly every use, that of
-a row in every batch only once.
+Each rank uses a row in a share of its batches, a popular one several times in one of them. A copy is validated when its
+lease has expired, and its row is sent if it misses more than `pull` updates. Between two sends, the copy of a rare row
+is validated at nearly every use, that of a row in every batch only once.
 
 Shape legend: I intervals of a popularity curve.
 """
@@ -20,7 +20,7 @@ from shardwright.planner.tables.copied_load import CopiedLoad
 from shardwright.planner.tables.sharding import TableLoad
 from shardwright.spec.optimizer import num_squares
 from shardwright.spec.plan import Bounded
-from shardwright.spec.row_cache import MAX_UNPUSHED_BATCHES, VERSION_BYTES, WAYS, copy_bytes
+from shardwright.spec.row_cache import MAX_UNPUSHED_BATCHES, OWNER_BYTES, WAYS, copy_bytes
 from shardwright.spec.stage_checks import max_staleness
 
 MAX_BOUND = 1 << 20  # updates, where any number is allowed
@@ -99,7 +99,7 @@ def _copied_load(problem: Problem, number: int, sync: Bounded) -> TableLoad:
     load, exact = problem.table_loads[number], problem.row_exchange_loads[number]
     num_ids = problem.local_batch_size * load.ids_per_sample
     _, (validated, sent, pushed) = exchanged_shares(load, sync, problem.cluster.num_ranks, num_ids)
-    versions = load.table.rows * VERSION_BYTES / problem.cluster.num_ranks
+    versions = load.table.rows * OWNER_BYTES / problem.cluster.num_ranks
     bytes_ = sync.copies * copy_bytes(load.table, problem.workload.optimizer) + versions
     row_values = load.row_bytes(load.table.dim) / load.weight_bytes
     optimizer = problem.workload.optimizer
@@ -119,27 +119,35 @@ def exchanged_shares(
     """Distinct rows of a batch of `num_ids` ids of a rank, and the shares of them that are validated, that are sent,
     and whose updates are pushed, once the copies are filled."""
     rows_I, uses_I, hits_I = hits_by_interval(load, sync.copies, num_ids)
-    validated_I, sent_I = _validations_per_use(uses_I, sync.pull, num_ranks - 1)
+    times_I = _times_per_batch(uses_I)
+    validated_I, sent_I = _validations_per_use(uses_I, sync.pull / times_I, num_ranks - 1)
     num_rows = float((rows_I * uses_I).sum())
     weights_I = rows_I * uses_I / max(num_rows, 1e-300)
     missing_I = 1 - hits_I
-    steps_per_push_I = np.minimum(sync.push + 1, np.maximum(1.0, uses_I * MAX_UNPUSHED_BATCHES))
+    steps_per_push_I = np.minimum(sync.push // times_I + 1, np.maximum(1.0, uses_I * MAX_UNPUSHED_BATCHES))
     shares = missing_I + hits_I * validated_I, missing_I + hits_I * sent_I, missing_I + hits_I / steps_per_push_I
     validated, sent, pushed = (float((weights_I * np.minimum(share_I, 1.0)).sum()) for share_I in shares)
     return num_rows, (validated, sent, pushed)
 
 
-def _validations_per_use(uses_I: np.ndarray, pull: int, others: int) -> tuple[np.ndarray, np.ndarray]:
-    """How often a copy is validated, and sent, per use of its row; from one time that it is sent to the next."""
-    lease, wait_I = pull // others, 1 / np.maximum(uses_I, 1e-12)
-    now_I, end_I = np.zeros_like(uses_I), np.full_like(uses_I, lease)
+def _times_per_batch(uses_I: np.ndarray) -> np.ndarray:
+    """How often a batch has a row, if it has it, from the share of batches that have it."""
+    mean_I = -np.log1p(-np.minimum(uses_I, 1 - 1e-12))
+    return np.maximum(1.0, mean_I / np.maximum(uses_I, 1e-300))
+
+
+def _validations_per_use(uses_I: np.ndarray, pull_I: np.ndarray, others: int) -> tuple[np.ndarray, np.ndarray]:
+    """How often a copy is validated, and sent, per batch that uses its row; from one time that it is sent to the next.
+    `pull_I`: in updates."""
+    wait_I = 1 / np.maximum(uses_I, 1e-12)
+    now_I, end_I = np.zeros_like(uses_I), pull_I // others
     checks_I, is_current_I = np.zeros_like(uses_I), np.ones(len(uses_I), dtype=bool)
     for _ in range(MAX_VALIDATIONS):
         now_I = np.where(is_current_I, end_I + wait_I, now_I)
         checks_I += is_current_I
         missed_I = others * uses_I * now_I
-        is_current_I &= missed_I <= pull
-        end_I = now_I + np.maximum(0, pull - missed_I) // others
+        is_current_I &= missed_I <= pull_I
+        end_I = now_I + np.maximum(0, pull_I - missed_I) // others
         if not is_current_I.any():
             break
     used_I = np.maximum(1.0, uses_I * now_I)

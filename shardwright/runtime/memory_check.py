@@ -20,9 +20,9 @@ from shardwright.spec.plan import Bounded, Plan
 from shardwright.spec.row_cache import (
     FLOAT32_LINES,
     LINE_BYTES,
+    OWNER_BYTES,
     ROW_INDEX_BYTES,
     SAVED_ROW_BYTES,
-    VERSION_BYTES,
     copy_bytes,
     id_map_bytes,
 )
@@ -84,7 +84,7 @@ def _copies_bytes(workload: Workload, plan: Plan, ranks: Sequence[int]) -> int:
         if isinstance(sync, Bounded) and sync.has_copies:
             total += len(ranks) * sync.copies * copy_bytes(tables[planned.table], workload.optimizer)
             own = (rect for rect in planned.rects if set(rect.ranks) & set(ranks))
-            total += VERSION_BYTES * sum(rect.rows[1] - rect.rows[0] for rect in own)
+            total += OWNER_BYTES * sum(rect.rows[1] - rect.rows[0] for rect in own)
     return total
 
 

@@ -47,9 +47,10 @@ class Exact:
 class Bounded:
     """Bounded staleness: a rank reads rows of other ranks from up to `copies` copies.
 
-    A read misses at most `max_missed(num_ranks)` updates of other ranks, and none of its own; an update is the gradient
-    of one rank for one batch. `push` limits the updates that a rank holds back, `pull` what a copy misses when it is
-    validated plus what others can add during its lease.
+    Both numbers count uses of a row: of a batch that has its id 30 times, 30. `push` limits those in the updates that a
+    rank holds back, `pull` those that a copy misses when it is validated plus what others can add during its lease. So
+    a read misses at most `max_missed(num_ranks)` updates of other ranks, and none of its own; an update is the gradient
+    of one rank for one batch.
     """
 
     pull: int

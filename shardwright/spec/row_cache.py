@@ -11,7 +11,8 @@ WAYS = 32  # lines of a set
 LINE_BYTES = 42  # of the index in memory, for each line
 PAGE_BYTES = 4096  # of a read from disk
 RECORD_HEADER_BYTES = 8  # before each written row
-VERSION_BYTES = 8  # of a row with bounded staleness, at its owner
+COUNT_BYTES = 8
+OWNER_BYTES = 2 * COUNT_BYTES  # of a row with bounded staleness, at its owner: its updates and their uses
 READS_IN_FLIGHT = 128  # of pages, through io_uring
 IO_THREADS = 16  # that read pages where the system has no io_uring
 ROW_INDEX_BYTES = 4  # in memory, for each row of a table with rows on disk
@@ -28,10 +29,10 @@ HALF_LIFE_BATCHES = 100  # after which a use counts half, where rows are evicted
 
 def copy_bytes(table: Table, optimizer: SparseOptimizer | None) -> int:
     """Bytes of a copy of a row with bounded staleness: the row and its state, the sum of unpushed gradients and of
-    their squares, its line in the index, and four numbers."""
+    their squares, its line in the index, and five numbers."""
     state = sum(map(prod, state_shapes(optimizer, 1, table.dim).values())) if optimizer else 0
     squares = num_squares(optimizer, table.dim) if optimizer else 0
-    return (2 * table.dim + state + squares) * DTYPE_BYTES[table.dtype] + LINE_BYTES + 4 * VERSION_BYTES
+    return (2 * table.dim + state + squares) * DTYPE_BYTES[table.dtype] + LINE_BYTES + 5 * COUNT_BYTES
 
 
 def id_map_bytes(growth: Growth | None) -> int:

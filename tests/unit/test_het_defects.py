@@ -150,7 +150,9 @@ class ServedRun:
 
 def distinct_rows(rows) -> DistinctRows:
     rows_U = torch.as_tensor(rows).unique()
-    return DistinctRows(Ids(rows_U, torch.tensor([0]), None, [], []), ((0, len(rows_U)),), rows_U)
+    positions = torch.arange(len(rows_U))
+    ids = Ids(positions, torch.tensor([0, len(rows_U)]), None, [0], [0])
+    return DistinctRows(ids, ((0, len(rows_U)),), rows_U)
 
 
 def draw_batches(num_steps, num_ranks, num_rows=200, size=LINES // 2):
@@ -261,12 +263,12 @@ def test_row_numbers_beyond_2_to_31_and_2_to_53_stay_apart():
     (read,) = calls.parse_read(decoded(calls.read_call(0, [GroupRead(local_rows, local_rows)]).encode()))
     assert torch.equal(read.rows_A, local_rows) and torch.equal(read.versions_A, local_rows)
     copies, values = RowCopies(64, 1, SGD(1.0), NEVER, torch.float64), torch.arange(25.0).double().unsqueeze(1)
-    found = copies.find_lines(rows)
+    found = copies.find_lines(rows, torch.ones_like(rows))
     assert (copies.versions(found) == NO_VERSION).all()
     ones = torch.ones(len(rows), dtype=torch.int64)
     copies.fill(found, NEVER * ones, ones.bool(), values, ones, SGD(1.0))
     copies.update(found, torch.zeros_like(values), SGD(1.0), 1)
-    again = copies.find_lines(rows)
+    again = copies.find_lines(rows, torch.ones_like(rows))
     assert not again.is_expired_R.any() and torch.equal(copies.read(again), values)
     copies.update(again, -values, SGD(1.0), 2)
     pushed = copies.drop()

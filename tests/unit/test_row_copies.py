@@ -33,19 +33,21 @@ class Twin:
         self.copies = [RowCopies(lines, dim, optimizer, bounds.push, torch.float64) for _ in range(num_ranks)]
         self.num_expired = self.num_refreshed = self.num_pushed = 0
 
-    def run(self, batches, gradient, seen, first=0):
-        """`batches`: rows by step and rank. `gradient(rank, step, rows)`, `seen(rank, step, rows, weights)`."""
+    def run(self, batches, gradient, seen, first=0, uses=torch.ones_like):
+        """`batches`: rows by step and rank. `gradient(rank, step, rows)`, `seen(rank, step, rows, weights)`. `uses`: of
+        rows in a batch."""
         for step, by_rank in enumerate(batches, start=first):
-            planned = [copies.find_lines(rows) for copies, rows in zip(self.copies, by_rank, strict=True)]
+            planned = [copies.find_lines(rows, uses(rows)) for copies, rows in zip(self.copies, by_rank, strict=True)]
             for rank, (copies, batch) in enumerate(zip(self.copies, planned, strict=True)):
                 self.validate(copies, batch)
                 seen(rank, step, batch.rows_R, copies.read(batch))
             sent = []
             for rank, (copies, batch) in enumerate(zip(self.copies, planned, strict=True)):
                 grad = gradient(rank, step, batch.rows_R)
-                counts = copies.counts_to_push(batch)
+                counts, pushed_uses = copies.counts_to_push(batch)
                 sent.append(copies.updates_to_push(batch, grad, self.optimizer))
                 assert torch.equal(sent[-1].rows_V, batch.pushed_rows_V) and torch.equal(sent[-1].counts_V, counts)
+                assert torch.equal(sent[-1].uses_V, pushed_uses)
                 copies.update(batch, grad, self.optimizer, step + 1)
                 self.num_pushed += len(sent[-1].rows_V)
             self.clocks.apply(self.optimizer, sent, step + 1)
@@ -79,13 +81,13 @@ def cases(draw):
     batches = [[rows() for _ in range(num_ranks)] for _ in range(num_steps)]
     bounds = Bounded(draw(st.sampled_from((0, 1, 5, 20, 100))), draw(st.sampled_from((0, 1, 3, 100))))
     flushes = draw(st.sets(st.integers(0, num_steps - 1), max_size=2))
-    return num_ranks, draw(st.sampled_from((32, 64))), bounds, batches, flushes
+    return num_ranks, draw(st.sampled_from((32, 64))), bounds, batches, flushes, draw(st.sampled_from((1, 2, 40)))
 
 
 @settings(max_examples=80)
 @given(cases())
 def test_reads_miss_no_more_than_the_bound_and_no_update_is_lost(case):
-    num_ranks, lines, bounds, batches, flushes = case
+    num_ranks, lines, bounds, batches, flushes, most_uses = case
     twin = Twin(num_ranks, lines, bounds, SGD(1.0), num_ranks)
     produced, max_missed = Counter(), 0
 
@@ -103,7 +105,8 @@ def test_reads_miss_no_more_than_the_bound_and_no_update_is_lost(case):
             max_missed = max(max_missed, sum(missed))
 
     for step, by_rank in enumerate(batches):
-        twin.run([by_rank], gradient, seen, step)
+        twin.run([by_rank], gradient, seen, step, lambda rows, step=step: 1 + (rows + step) % most_uses)
+        assert max(int(copies._uses_L.max()) for copies in twin.copies) <= bounds.push
         if step in flushes:
             twin.flush(step + 1)
             assert_owner_has(twin, produced, num_ranks)
@@ -116,6 +119,26 @@ def assert_owner_has(twin, produced, num_ranks):
     for row in range(ROWS):
         assert twin.weight[row].tolist() == [produced[row, rank] for rank in range(num_ranks)]
         assert twin.clocks.version_E[row] == sum(produced[row, rank] for rank in range(num_ranks))
+
+
+def test_bounds_count_uses():
+    """A batch that has an id five times is five uses of its row; the first updates show owners how many there are."""
+    num_ranks, num_uses, bounds = 3, 5, Bounded(20, 10)
+    twin, missed = Twin(num_ranks, 32, bounds, SGD(1.0), num_ranks), list[float]()
+
+    def gradient(rank, step, rows):
+        grad = torch.zeros(len(rows), num_ranks, dtype=torch.float64)
+        grad[:, rank] = -1
+        return grad
+
+    def seen(rank, step, rows, weights):
+        missed.extend((num_ranks * step - weights.sum(1)).tolist())
+
+    batches = [[torch.arange(20)] * num_ranks] * 30
+    twin.run(batches[:1], gradient, lambda *_: None, 0, lambda rows: torch.full_like(rows, num_uses))
+    twin.flush(1)
+    twin.run(batches, gradient, seen, 1, lambda rows: torch.full_like(rows, num_uses))
+    assert 0 < max(missed) * num_uses <= bounds.max_missed(num_ranks)
 
 
 def test_staleness_is_used():
@@ -208,7 +231,7 @@ def test_the_updates_of_a_failed_batch_are_pushed_with_the_next_one():
     clocks = RowClocks(torch.zeros(100, 2, dtype=torch.float64), {}, Lease(10_000, 1))
 
     def train(rows, *, fails=False):
-        batch = copies.find_lines(rows)
+        batch = copies.find_lines(rows, torch.ones_like(rows))
         if fails:
             return copies.cancel()
         is_new, leases, versions = clocks.renew(rows[batch.is_expired_R], copies.versions(batch))
@@ -232,13 +255,13 @@ def test_too_few_copies_say_what_to_raise():
     with pytest.raises(
         UserError, match='the 33 rows of a batch do not fit in the 32 copies of tables "item, user": raise'
     ):
-        copies.find_lines(torch.arange(33))
+        copies.find_lines(torch.arange(33), torch.ones(33, dtype=torch.int64))
 
 
 def test_an_owner_that_counts_past_32_bits_says_so():
     clocks = RowClocks(torch.zeros(4, 2), {}, Lease(1, 1))
     one = torch.ones(1, dtype=torch.int64)
-    update = RowUpdates(one, one, torch.zeros(1, 2), torch.zeros(1, 0))
+    update = RowUpdates(one, one, one, torch.zeros(1, 2), torch.zeros(1, 0))
     clocks.apply(SGD(1.0), [update], 1)
     clocks.version_E[1] = 2**31 - 1
     with pytest.raises(UserError, match="more than 2\\^31 updates"):

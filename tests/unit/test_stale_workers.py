@@ -30,11 +30,12 @@ class ProductWorkers:
         self.clocks = RowClocks(weight_ED, {}, Lease(pull, num_workers - 1))
         self.copies = [RowCopies(32, DIM, self.optimizer, push, torch.float64) for _ in range(num_workers)]
 
-    def train(self, rows_by_worker, grads):
+    def train(self, rows_by_worker, uses_by_worker, grads):
         """Returns what each worker reads. `grads`: of its rows."""
         is_own = [self.owner_E[rows] == worker for worker, rows in enumerate(rows_by_worker)]
         in_use = [
-            copies.find_lines(rows[~own]) for copies, rows, own in zip(self.copies, rows_by_worker, is_own, strict=True)
+            copies.find_lines(rows[~own], uses[~own])
+            for copies, rows, uses, own in zip(self.copies, rows_by_worker, uses_by_worker, is_own, strict=True)
         ]
         values = []
         for copies, batch, rows, own in zip(self.copies, in_use, rows_by_worker, is_own, strict=True):
@@ -46,9 +47,10 @@ class ProductWorkers:
             read[~own] = copies.read(batch)
             values.append(read)
         updates = []
-        for copies, batch, rows, own, grad in zip(self.copies, in_use, rows_by_worker, is_own, grads, strict=True):
+        parts = self.copies, in_use, rows_by_worker, uses_by_worker, is_own, grads
+        for copies, batch, rows, uses, own, grad in zip(*parts, strict=True):
             updates.append(copies.updates_to_push(batch, grad[~own], self.optimizer))
-            updates.append(RowUpdates(rows[own], torch.ones_like(rows[own]), grad[own], grad[own][:, :0]))
+            updates.append(RowUpdates(rows[own], torch.ones_like(rows[own]), uses[own], grad[own], grad[own][:, :0]))
             copies.update(batch, grad[~own], self.optimizer, 1)
         self.clocks.apply(self.optimizer, updates, 1)
         return values
@@ -80,10 +82,12 @@ def cases(draw):
     return num_workers, steps, bounds, owner_E, generator
 
 
-def distinct_reads(rows_by_worker):
+def distinct_reads(rows_by_worker, uses_by_worker=None):
     workers = [torch.full_like(rows, worker) for worker, rows in enumerate(rows_by_worker)]
     row_U, worker_U = torch.cat(rows_by_worker), torch.cat(workers)
-    return stale_workers.Reads(row_U + worker_U * ROWS, row_U, worker_U, torch.empty(0, 0, dtype=torch.int64))
+    uses_U = torch.ones_like(row_U) if uses_by_worker is None else torch.cat(uses_by_worker)
+    index_N = torch.arange(len(row_U)).repeat_interleave(uses_U)
+    return stale_workers.Reads(row_U + worker_U * ROWS, row_U, worker_U, index_N)
 
 
 @settings(max_examples=60)
@@ -98,14 +102,16 @@ def test_bounded_rows_equal_the_product(case):
         for step, rows_by_worker in enumerate([[torch.arange(ROWS)] * num_workers, *steps]):
             sizes = [len(rows) for rows in rows_by_worker]
             grads = torch.randn(sum(sizes), DIM, dtype=torch.float64, generator=generator).split(sizes)
-            values = product.train(rows_by_worker, grads)
+            uses = [torch.randint(1, 5, rows.shape, generator=generator) for rows in rows_by_worker]
+            values = product.train(rows_by_worker, uses, grads)
             if step == 0:
                 simulated.due_pairs = product.due_pairs(16)
-            reads = distinct_reads(rows_by_worker)
+            reads = distinct_reads(rows_by_worker, uses)
             torch.testing.assert_close(simulated.read(reads), torch.cat(values), rtol=1e-12, atol=1e-12)
             simulated.update(reads, torch.cat(grads))
             torch.testing.assert_close(simulated.weight_ED, product.clocks.weight_ED, rtol=1e-12, atol=1e-12)
             assert torch.equal(simulated.version_E, product.clocks.version_E)
+            assert torch.equal(simulated.uses_E, product.clocks.uses_E)
     assert simulated.largest_missed <= simulated.bound
     product.clocks.apply(product.optimizer, [copies.drop() for copies in product.copies], 1)
     torch.testing.assert_close(simulated.flushed(), product.clocks.weight_ED, rtol=1e-12, atol=1e-12)

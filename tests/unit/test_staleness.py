@@ -58,9 +58,9 @@ def test_shares_are_those_of_a_simulated_stream():
     for sync in (Bounded(20, 5, 512), Bounded(100, 30, 512), Bounded(60, 20, 2048)):
         twin, read, pushed = Twin(RANKS, sync.copies, sync, SGD(1.0), 4, rows), 0, 0
         for step in range(steps):
-            batches = [
-                torch.from_numpy(np.unique(np.searchsorted(shares, generator.random(samples)))) for _ in range(RANKS)
-            ]
+            ids = [np.searchsorted(shares, generator.random(samples)) for _ in range(RANKS)]
+            distinct, uses = zip(*(np.unique(own, return_counts=True) for own in ids), strict=True)
+            batches, uses = list(map(torch.from_numpy, distinct)), iter(map(torch.from_numpy, uses))
             if step == steps // 2:
                 read = pushed = twin.num_expired = twin.num_refreshed = 0
             counted = twin.num_pushed
@@ -69,6 +69,7 @@ def test_shares_are_those_of_a_simulated_stream():
                 lambda rank, step, rows: torch.zeros(len(rows), 4, dtype=torch.float64),
                 lambda *_: None,
                 step,
+                lambda rows, uses=uses: next(uses),
             )
             read, pushed = read + sum(map(len, batches)), pushed + twin.num_pushed - counted
         num_rows, expected = staleness.exchanged_shares(load, sync, RANKS, samples)

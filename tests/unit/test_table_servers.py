@@ -44,7 +44,9 @@ def make_pushes(spec, num_rounds, seed=0):
             num = group.rows if rank == 0 and isinstance(spec.optimizer, Adam) else num
             rows = torch.randperm(group.rows, generator=generator)[:num]
             sums = torch.randn(num, group.dim, dtype=torch.float64, generator=generator)
-            updates.append(RowUpdates(rows, torch.ones_like(rows), sums, squares_of(spec.optimizer, sums)))
+            updates.append(
+                RowUpdates(rows, torch.ones_like(rows), torch.ones_like(rows), sums, squares_of(spec.optimizer, sums))
+            )
         pushes[round_].append(Push(spec.optimizer, (round_ + 1,) * len(spec.groups), tuple(updates)))
     return pushes
 
@@ -160,7 +162,7 @@ ROWS, ONES, VALUES = np.array([1, 2], np.int32), np.ones(2, np.int32), np.ones((
 PLACE = {"group": 0, "part": "weight"}
 VALID = {
     "read": Message({"round": ROUND}, [ROWS, -ONES]),
-    "push": Message({"round": ROUND, "steps": [1], "lr": 0.1}, [ROWS, ONES, VALUES]),
+    "push": Message({"round": ROUND, "steps": [1], "lr": 0.1}, [ROWS, ONES, ONES, VALUES]),
     "put": Message({"columns": [0, 2], **PLACE}, [ROWS, VALUES[:, :2]]),
     "get": Message({"snapshot": SNAPSHOT, **PLACE}, [ROWS]),
     "draw": Message({"group": 0, "seed": 7, "bound": 0.5}, [ROWS, ROWS]),
@@ -208,7 +210,7 @@ SHAPES = ((8,), (2, 1), (2, 3), (2, 5), (3, 4), (2, 4, 1), (1, 2, 4), (), (2, 0)
 NO_VALUES = [np.ones(shape) for shape in SHAPES] + [VALUES.astype(kind) for kind in ("f4", "f2", "i8", ">f8", "g")]
 WRONG_ARRAYS = {
     "read": (NO_ROWS + LENGTHS, NO_VERSIONS),
-    "push": (NO_ROWS + LENGTHS, NO_COUNTS, NO_VALUES),
+    "push": (NO_ROWS + LENGTHS, NO_COUNTS, NO_COUNTS, NO_VALUES),
     "put": (NO_ROWS + LENGTHS, [*NO_VALUES, VALUES[:, :2].astype("f4")]),
     "get": (NO_ROWS,),
     "draw": (NO_ROWS + LENGTHS, NO_WORDS + LENGTHS),

@@ -33,6 +33,7 @@ class CopiedBatch:
     fields."""
 
     rows_U: Tensor  # distinct, ascending
+    uses_U: Tensor  # how often the batch has them
     owned_O: Tensor  # positions in U of this rank's own rows
     other_R: Tensor  # and of other ranks' rows
     copies: BatchCopies | None  # None: without training, all rows of other ranks are requested
@@ -42,9 +43,9 @@ class CopiedBatch:
     counts_R: Tensor  # (R, COUNTS) for each owner
     values_FX: Tensor | None = None  # the rows that servers have sent
     received_counts_R: Tensor | None = None
-    # As owner, by rank: rows to send; rows whose updates follow, and how many each one stands for.
+    # As owner, by rank: rows to send; rows whose updates follow, how many each one stands for, and their uses.
     sent_rows: Sequence[Tensor] = ()
-    updated_rows: Sequence[tuple[Tensor, Tensor]] = ()
+    updated_rows: Sequence[tuple[Tensor, Tensor, Tensor]] = ()
     renewals: Sequence[Tensor] = ()
     # As reader: of the rows that are validated.
     is_new_A: Tensor | None = None
@@ -161,12 +162,12 @@ class BoundedGroup:
         read, validated, sent, pushed = self._counted
         return CopyCounts(read, validated, sent, pushed, tuple(self.clocks.missed.tolist()))
 
-    def find_copies(self, rows_U: Tensor, *, training: bool) -> CopiedBatch:
+    def find_copies(self, rows_U: Tensor, uses_U: Tensor, *, training: bool) -> CopiedBatch:
         owner_U = self.numbers.owners(rows_U)
         is_own_U = owner_U == self._rank
         owned_O, other_R = is_own_U.nonzero().flatten(), (~is_own_U).nonzero().flatten()
         if training:
-            copies = self.copies.find_lines(rows_U[other_R])
+            copies = self.copies.find_lines(rows_U[other_R], uses_U[other_R])
             expired, versions = other_R[copies.is_expired_R], self.copies.versions(copies)
             pushed_V = copies.pushed_rows_V
         else:
@@ -177,35 +178,37 @@ class BoundedGroup:
         order_V = owner_V.argsort(stable=True)
         if training:
             self._count(len(other_R), len(expired), 0, len(pushed_V))
-        return CopiedBatch(
-            rows_U, owned_O, other_R, copies, expired[order_A], versions[order_A], order_V, torch.stack(counts, 1)
-        )
+        counts_R = torch.stack(counts, 1)
+        expired_A, versions_A = expired[order_A], versions[order_A]
+        return CopiedBatch(rows_U, uses_U, owned_O, other_R, copies, expired_A, versions_A, order_V, counts_R)
 
     def _count(self, *numbers: int) -> None:
         self._counted = [before + number for before, number in zip(self._counted, numbers, strict=True)]
 
     def validation_requests(self, batch: CopiedBatch) -> Iterator[list[Tensor]]:
-        """By owner: rows to validate, versions of their copies; rows with updates, numbers of updates."""
+        """By owner: rows to validate, versions of their copies; rows with updates, numbers of updates and of uses."""
         num_expired, num_pushed = batch.counts_R.T.tolist()
-        rows_V, counts_V = self._pushed_counts(batch)
-        rows_A = batch.rows_U[batch.expired_A]
-        columns = (rows_A, num_expired), (batch.versions_A, num_expired), (rows_V, num_pushed), (counts_V, num_pushed)
-        return map(list, zip(*(values.split(sizes) for values, sizes in columns), strict=True))
+        of_expired = batch.rows_U[batch.expired_A], batch.versions_A
+        columns = [column.split(num_expired) for column in of_expired]
+        columns += [column.split(num_pushed) for column in self._pushed_counts(batch)]
+        return map(list, zip(*columns, strict=True))
 
-    def _pushed_counts(self, batch: CopiedBatch) -> tuple[Tensor, Tensor]:
+    def _pushed_counts(self, batch: CopiedBatch) -> tuple[Tensor, Tensor, Tensor]:
         if batch.copies is None:
-            return batch.order_V, batch.order_V
-        return batch.copies.pushed_rows_V[batch.order_V], self.copies.counts_to_push(batch.copies)[batch.order_V]
+            return batch.order_V, batch.order_V, batch.order_V
+        counts_V, uses_V = self.copies.counts_to_push(batch.copies)
+        rows_V, order_V = batch.copies.pushed_rows_V, batch.order_V
+        return rows_V[order_V], counts_V[order_V], uses_V[order_V]
 
     def receive_validations(self, batch: CopiedBatch, words: Sequence[Tensor]) -> list[Tensor]:
         """Take the requests of each rank to this one; returns the renewals."""
         assert batch.received_counts_R is not None
-        rows, versions, updated = list[Tensor](), list[Tensor](), list[tuple[Tensor, Tensor]]()
+        rows, versions, updated = list[Tensor](), list[Tensor](), list[tuple[Tensor, Tensor, Tensor]]()
         for flat, (num_expired, num_updated) in zip(words, batch.received_counts_R.tolist(), strict=True):
-            expired, version, row, count = flat.long().split([num_expired, num_expired, num_updated, num_updated])
+            expired, version, row, count, uses = flat.long().split([num_expired] * 2 + [num_updated] * 3)
             rows.append(self.numbers.local_rows(expired))
             versions.append(version)
-            updated.append((self.numbers.local_rows(row), count))
+            updated.append((self.numbers.local_rows(row), count, uses))
         sizes = [len(rows_A) for rows_A in rows]
         is_new, leases, now = self.clocks.renew(torch.cat(rows), torch.cat(versions))
         batch.sent_rows = [rows_A[is_new_A] for rows_A, is_new_A in zip(rows, is_new.split(sizes), strict=True)]
@@ -272,9 +275,10 @@ class BoundedGroup:
         step = self.max_step(steps)
         grad_OD = batch.grad_UD.index_select(0, batch.owned_O)
         rows_O = self.numbers.local_rows(batch.rows_U[batch.owned_O])
-        own = RowUpdates(rows_O, torch.ones_like(rows_O), grad_OD, squares_of(optimizer, grad_OD))
+        uses_O = batch.uses_U[batch.owned_O]
+        own = RowUpdates(rows_O, torch.ones_like(rows_O), uses_O, grad_OD, squares_of(optimizer, grad_OD))
         updates = [
-            own if rank == self._rank else self._to_updates(*of_rank, values)
+            own if rank == self._rank else RowUpdates(*of_rank, *self.split_values(values))
             for rank, (of_rank, values) in enumerate(zip(batch.updated_rows, batch.received_updates, strict=True))
         ]
         self.apply(updates, optimizer, step)
@@ -294,9 +298,10 @@ class BoundedGroup:
                 "different pull or push, so that they do not share copies, or leave one out of keep_on_servers"
             )
 
-    def _to_updates(self, rows_V: Tensor, counts_V: Tensor, values: Tensor) -> RowUpdates:
+    def split_values(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums of gradients and of squares of pushed updates."""
         sums, squares = values.split([self.dim, self._num_squares], 1)
-        return RowUpdates(rows_V, counts_V, sums, squares)
+        return sums, squares
 
     def apply(self, updates: Sequence[RowUpdates], optimizer: SparseOptimizer, step: int) -> None:
         rows_U = self.clocks.apply(optimizer, updates, step)

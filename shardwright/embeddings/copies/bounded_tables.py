@@ -63,14 +63,9 @@ class BoundedTables:
 
     def find_copies(self, distinct: DistinctRows, *, training: bool) -> list[CopiedBatch]:
         """Without training, all rows of other ranks are requested; all updates must be pushed."""
-        by_table, batches = distinct.by_table(), []
         for group in self.groups if training else ():
             group.check_steps(self._bags.steps)  # equal on all ranks
-        for group, positions in zip(self.groups, self._positions, strict=True):
-            firsts = group.numbers.first_row.values()
-            rows = [by_table[position].long() + first for position, first in zip(positions, firsts, strict=True)]
-            batches.append(group.find_copies(torch.cat(rows), training=training))
-        return batches
+        return find_copies_of(self.groups, self._positions, distinct, training=training)
 
     def exchange_counts(self, batches: Sequence[CopiedBatch]) -> Pending[None]:
         counts = torch.stack([batch.counts_R for batch in batches], 1).flatten(1)
@@ -152,7 +147,7 @@ class BoundedTables:
         """By rank, the values of the updates that it sends."""
         return _sum_by_rank(
             [
-                [len(rows) * group.update_width for rows, _ in batch.updated_rows]
+                [len(rows) * group.update_width for rows, _, _ in batch.updated_rows]
                 for group, batch in zip(self.groups, batches, strict=True)
             ],
             self._lane.size,
@@ -161,7 +156,7 @@ class BoundedTables:
     def receive_updates(self, batches: Sequence[CopiedBatch], values_by_rank: Sequence[Tensor]) -> None:
         rest = list(values_by_rank)
         for group, batch in zip(self.groups, batches, strict=True):
-            sizes = [len(rows) * group.update_width for rows, _ in batch.updated_rows]
+            sizes = [len(rows) * group.update_width for rows, _, _ in batch.updated_rows]
             values, rest = _split_heads(rest, sizes)
             batch.received_updates = [part.view(-1, group.update_width) for part in values]
 
@@ -184,14 +179,12 @@ class BoundedTables:
             pushed = unpushed.select(owners.argsort(stable=True))
             counts = torch.bincount(owners, minlength=self._lane.size)
             sizes, received = counts.tolist(), collective.all_to_all_rows(counts.unsqueeze(1), self._lane).wait()
-            columns = pushed.rows_V, pushed.counts_V, torch.cat([pushed.sums_VD, pushed.squares_VS], 1)
             num_received = received.flatten().tolist()
-            rows, num, values = (
-                collective.all_to_all(column, sizes, num_received, self._lane).wait() for column in columns
+            rows, num, uses, *values = (
+                collective.all_to_all(column, sizes, num_received, self._lane).wait() for column in pushed.columns
             )
             if len(rows):
-                sums, squares = values.split([group.dim, group.update_width - group.dim], 1)
-                updates = RowUpdates(group.numbers.local_rows(rows), num, sums, squares)
+                updates = RowUpdates(group.numbers.local_rows(rows), num, uses, *values)
                 group.apply([updates], self._optimizer, group.max_step(self._bags.steps))
 
     def counts(self) -> dict[str, CopyCounts]:
@@ -207,9 +200,25 @@ class BoundedTables:
         return self._bags.optimizer
 
 
+def find_copies_of(
+    groups: Sequence[BoundedGroup], positions: Sequence[Sequence[int]], distinct: DistinctRows, *, training: bool
+) -> list[CopiedBatch]:
+    """`positions`: by group, its tables among those whose rows are exchanged."""
+    if not groups:
+        return []
+    rows_by_table, uses_by_table, batches = distinct.by_table(), distinct.uses_by_table(), []
+    for group, tables in zip(groups, positions, strict=True):
+        firsts = group.numbers.first_row.values()
+        rows = [rows_by_table[table].long() + first for table, first in zip(tables, firsts, strict=True)]
+        uses_U = torch.cat([uses_by_table[table] for table in tables])
+        batches.append(group.find_copies(torch.cat(rows), uses_U, training=training))
+    return batches
+
+
 def _num_words(counts_R: Tensor | None) -> list[int]:
+    """A row and a version to validate; a row with updates, their number and uses."""
     assert counts_R is not None
-    return (counts_R.sum(1) * 2).tolist()  # a version for each row to validate, a number for each update
+    return (counts_R @ torch.tensor([2, 3])).tolist()
 
 
 def _split_heads(flats: Sequence[Tensor], sizes: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:

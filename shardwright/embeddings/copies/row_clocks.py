@@ -4,6 +4,7 @@ Shape legend: E rows, D columns, A rows to validate, V rows with updates, U dist
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,11 +19,12 @@ HISTOGRAM_BINS = 33  # number of updates that a copy misses: 0, 1, 2 to 3, 4 to 
 
 
 class RowClocks:
-    """Counts the updates of each row, in batches of ranks."""
+    """Counts of each row its updates, one for each batch of a rank, and the uses that they come from."""
 
     def __init__(self, weight_ED: Tensor, state: Mapping[str, Tensor], lease: Lease) -> None:
         self.weight_ED, self.state, self._lease = weight_ED, state, lease
         self.version_E = torch.zeros(len(weight_ED), dtype=torch.int64)
+        self.uses_E = torch.zeros(len(weight_ED), dtype=torch.int64)
         # By power of two, how many copies missed so many updates when they were validated.
         self.missed = torch.zeros(HISTOGRAM_BINS, dtype=torch.int64)
 
@@ -32,9 +34,10 @@ class RowClocks:
         is_copied_A = versions_A != NO_VERSION
         missed_A = now_A - versions_A
         self.count_missed(now_A, versions_A)
-        left_A = self._lease.num_batches(missed_A)
+        uses_A = uses_per_update(self.uses_E[rows_A], now_A)
+        left_A = self._lease.num_batches(missed_A, uses_A)
         is_new_A = ~is_copied_A | (left_A < 0)
-        leases_A = torch.where(is_new_A, self._lease.num_batches(torch.zeros_like(missed_A)), left_A)
+        leases_A = torch.where(is_new_A, self._lease.num_batches(torch.zeros_like(missed_A), uses_A), left_A)
         return is_new_A, leases_A, now_A
 
     def count_missed(self, now_A: Tensor, versions_A: Tensor) -> None:
@@ -47,10 +50,16 @@ class RowClocks:
         # Updates of several ranks in one batch are one step, as in one process; those that a rank has kept are several.
         if len(summed.rows_V) and int((self.version_E[summed.rows_V] + summed.counts_V).max()) > MAX_VERSION:
             raise UserError("a row has more than 2^31 updates: save a checkpoint and resume, which counts from 0")
-        merged = RowUpdates(summed.rows_V, 1 + summed.counts_V - num_senders_U, summed.sums_VD, summed.squares_VS)
+        merged = replace(summed, counts_V=1 + summed.counts_V - num_senders_U)
         apply_updates(optimizer, self.weight_ED, self.state, merged, step)
         self.version_E[summed.rows_V] += summed.counts_V
+        self.uses_E[summed.rows_V] += summed.uses_V
         return summed.rows_V
+
+
+def uses_per_update(uses: Tensor, updates: Tensor) -> Tensor:
+    """1 for a row without updates."""
+    return (uses.double() / updates.clamp(min=1)).clamp(min=1)
 
 
 def _bin(missed: Tensor) -> Tensor:

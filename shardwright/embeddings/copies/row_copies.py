@@ -8,7 +8,7 @@ updates. Until its lease ends it may be read without validation. Phases of a bat
     update              apply the batch's gradients to the copies; keep those that are not pushed
 
 A version is the number of a row's updates that a copy has seen. The owner adds one to it for each rank's batch that
-contains the row.
+contains the row. `push` and `pull` count uses: a batch that has an id 30 times uses its row 30 times.
 
 Shape legend: R rows of a batch, A rows to validate, F rows that owners send, V rows whose updates are pushed, K rows
 whose updates are kept, L lines, E rows of a table, D columns, S columns of squares, X values of a row and its state.
@@ -37,18 +37,19 @@ LONGEST_LEASE = 1 << 30  # batches
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Grants leases: what a copy missed when it was validated, plus one update of each other rank for each batch of the
-    lease, is at most `pull`."""
+    """Grants leases: the uses in what a copy missed when it was validated, plus those in one update of each other rank
+    for each batch of the lease, are at most `pull`."""
 
     pull: int
     num_others: int  # ranks that also update the rows
 
-    def num_batches(self, missed: Tensor) -> Tensor:
-        """Further batches in which a copy that misses so many updates may be read; negative: the row must be sent."""
+    def num_batches(self, missed: Tensor, uses_per_update: Tensor) -> Tensor:
+        """Further batches in which a copy that misses so many updates may be read; negative: the row must be sent.
+        `uses_per_update`: the mean of the row, at least 1."""
         if not self.num_others:
             return torch.full_like(missed, LONGEST_LEASE)
-        batches = torch.div(self.pull - missed, self.num_others, rounding_mode="floor")
-        return batches.clamp(max=LONGEST_LEASE)
+        batches = (self.pull / uses_per_update - missed).div(self.num_others).floor()
+        return batches.clamp(max=LONGEST_LEASE).long()
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +59,7 @@ class BatchCopies:
     MAX_UNPUSHED_BATCHES. `is_updated_R`: of the rows that the batch updates; None: all."""
 
     rows_R: Tensor
+    uses_R: Tensor
     lines_R: Tensor
     is_expired_R: Tensor
     is_pushed_R: Tensor
@@ -70,7 +72,7 @@ class BatchCopies:
 
 
 class RowCopies:
-    """Copies of rows on this rank. `push`: most unpushed updates of a copy."""
+    """Copies of rows on this rank. `push`: most uses in the unpushed updates of a copy."""
 
     def __init__(
         self, num_lines: int, dim: int, optimizer: SparseOptimizer, push: int, dtype: torch.dtype, tables: str = ""
@@ -91,10 +93,11 @@ class RowCopies:
         self._version_L = torch.full((num_lines,), NO_VERSION)
         self._lease_end_L = torch.full((num_lines,), -1)  # the last batch that may read the copy
         self._unpushed_L = torch.zeros(num_lines, dtype=torch.int64)
+        self._uses_L = torch.zeros(num_lines, dtype=torch.int64)  # in the unpushed updates
         self._sum_LD = torch.zeros(num_lines, dim, dtype=dtype)
         self._squares_LS = torch.zeros(num_lines, num_squares(optimizer, dim), dtype=dtype)
 
-    def find_lines(self, rows_R: Tensor) -> BatchCopies:
+    def find_lines(self, rows_R: Tensor, uses_R: Tensor) -> BatchCopies:
         """Begin a batch with these distinct rows, ascending; their lines stay pinned until `update`."""
         self.num_batches += 1
         try:
@@ -112,12 +115,12 @@ class RowCopies:
         evicted = self._move_unpushed(evicted, rows_R, lines_R)
         part = self._lines_due()
         is_due_R = (lines_R >= part.start) & (lines_R < part.stop) & (self._unpushed_L[lines_R] > 0)
-        is_pushed_R = (self._unpushed_L[lines_R] >= self.push) | is_due_R
+        is_pushed_R = (self._uses_L[lines_R] + uses_R > self.push) | is_due_R
         due_L = self._unpushed_L[part].nonzero().flatten() + part.start
         overdue = self._pop_unpushed(due_L[~torch.isin(due_L, lines_R)] if len(due_L) else due_L)
         overdue, self._canceled = RowUpdates.concat([*self._canceled, evicted, overdue]), []
         is_expired_R = self._lease_end_L[lines_R] < self.num_batches
-        self._in_use = BatchCopies(rows_R, lines_R, is_expired_R, is_pushed_R, overdue)
+        self._in_use = BatchCopies(rows_R, uses_R, lines_R, is_expired_R, is_pushed_R, overdue)
         return self._in_use
 
     def _move_unpushed(self, evicted: RowUpdates, rows_R: Tensor, lines_R: Tensor) -> RowUpdates:
@@ -128,7 +131,7 @@ class RowCopies:
         if not is_moved_V.any():
             return evicted
         moved, lines = evicted.select(is_moved_V.nonzero().flatten()), lines_R[index_V[is_moved_V]]
-        self._unpushed_L[lines] = moved.counts_V
+        self._unpushed_L[lines], self._uses_L[lines] = moved.counts_V, moved.uses_V
         self._sum_LD.index_copy_(0, lines, moved.sums_VD)
         self._squares_LS.index_copy_(0, lines, moved.squares_VS)
         return evicted.select((~is_moved_V).nonzero().flatten())
@@ -164,9 +167,11 @@ class RowCopies:
     def read(self, copies: BatchCopies) -> Tensor:
         return self.weight_LD.index_select(0, copies.lines_R)
 
-    def counts_to_push(self, copies: BatchCopies) -> Tensor:
-        """(V,) The number of updates merged in each of `updates_to_push`."""
-        return torch.cat([copies.overdue.counts_V, self._unpushed_L[copies.lines_R[copies.is_pushed_R]] + 1])
+    def counts_to_push(self, copies: BatchCopies) -> tuple[Tensor, Tensor]:
+        """(V,) The number of updates merged in each of `updates_to_push`, and of uses."""
+        lines, uses = copies.lines_R[copies.is_pushed_R], copies.uses_R[copies.is_pushed_R]
+        counts_V = torch.cat([copies.overdue.counts_V, self._unpushed_L[lines] + 1])
+        return counts_V, torch.cat([copies.overdue.uses_V, self._uses_L[lines] + uses])
 
     def updates_to_push(self, copies: BatchCopies, grad_RD: Tensor, optimizer: SparseOptimizer) -> RowUpdates:
         """The updates that are pushed with this batch, which has these gradients; in the order of `pushed_rows_V`."""
@@ -174,7 +179,8 @@ class RowCopies:
         grad_VD = grad_RD.index_select(0, pushed_V)
         unpushed = self._unpushed(copies.lines_R[pushed_V], copies.rows_R[pushed_V])
         squares_VS = unpushed.squares_VS + squares_of(optimizer, grad_VD)
-        total = RowUpdates(unpushed.rows_V, unpushed.counts_V + 1, unpushed.sums_VD + grad_VD, squares_VS)
+        uses_V = unpushed.uses_V + copies.uses_R[pushed_V]
+        total = RowUpdates(unpushed.rows_V, unpushed.counts_V + 1, uses_V, unpushed.sums_VD + grad_VD, squares_VS)
         return RowUpdates.concat([copies.overdue, total])
 
     def update(self, copies: BatchCopies, grad_RD: Tensor, optimizer: SparseOptimizer, step: int) -> None:
@@ -184,9 +190,11 @@ class RowCopies:
             self.index.release(lines_R[~copies.is_updated_R], written=True)
             updated = copies.is_updated_R.nonzero().flatten()
             lines_R, grad_RD = lines_R[updated], grad_RD.index_select(0, updated)
-            copies = replace(copies, lines_R=lines_R, is_pushed_R=copies.is_pushed_R[updated])
+            is_pushed_R, uses_R = copies.is_pushed_R[updated], copies.uses_R[updated]
+            copies = replace(copies, lines_R=lines_R, is_pushed_R=is_pushed_R, uses_R=uses_R)
         apply_gradients(optimizer, self.weight_LD, self.state, lines_R, grad_RD, step)
         self._unpushed_L[lines_R] += 1
+        self._uses_L[lines_R] += copies.uses_R
         self._mark_pushed(lines_R[copies.is_pushed_R])
         kept_K = (~copies.is_pushed_R).nonzero().flatten()
         lines_K, grad_KD = lines_R[kept_K], grad_RD.index_select(0, kept_K)
@@ -218,7 +226,8 @@ class RowCopies:
 
     def _unpushed(self, lines: Tensor, rows: Tensor) -> RowUpdates:
         sums = self._sum_LD.index_select(0, lines)
-        return RowUpdates(rows, self._unpushed_L[lines], sums, self._squares_LS.index_select(0, lines))
+        squares = self._squares_LS.index_select(0, lines)
+        return RowUpdates(rows, self._unpushed_L[lines], self._uses_L[lines], sums, squares)
 
     def _pop_unpushed(self, lines: Tensor) -> RowUpdates:
         """The unpushed updates of lines, which the versions of their copies then include."""
@@ -229,7 +238,7 @@ class RowCopies:
 
     def _mark_pushed(self, lines: Tensor) -> None:
         self._version_L[lines] += self._unpushed_L[lines]
-        self._unpushed_L[lines] = 0
+        self._unpushed_L[lines] = self._uses_L[lines] = 0
         self._sum_LD.index_fill_(0, lines, 0)
         self._squares_LS.index_fill_(0, lines, 0)
 

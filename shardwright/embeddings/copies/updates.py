@@ -17,20 +17,25 @@ from shardwright.spec.optimizer import AdaGrad, RowWiseAdaGrad, SparseOptimizer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowUpdates:
-    """By row: the number of updates, the sum of their gradients, and what AdaGrad adds for the squares of each."""
+    """By row: the number of updates, how often their batches used the row, the sum of their gradients, and what AdaGrad
+    adds for the squares of each."""
 
     rows_V: Tensor
     counts_V: Tensor
+    uses_V: Tensor
     sums_VD: Tensor
     squares_VS: Tensor
 
     def select(self, index: Tensor) -> "RowUpdates":
-        return RowUpdates(self.rows_V[index], self.counts_V[index], self.sums_VD[index], self.squares_VS[index])
+        return RowUpdates(*(column[index] for column in self.columns))
+
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        return self.rows_V, self.counts_V, self.uses_V, self.sums_VD, self.squares_VS
 
     @staticmethod
     def concat(parts: "Sequence[RowUpdates]") -> "RowUpdates":
-        columns = [[part.rows_V, part.counts_V, part.sums_VD, part.squares_VS] for part in parts]
-        return RowUpdates(*(torch.cat(column) for column in zip(*columns, strict=True)))
+        return RowUpdates(*map(torch.cat, zip(*(part.columns for part in parts), strict=True)))
 
 
 def squares_of(optimizer: SparseOptimizer, grad_VD: Tensor) -> Tensor:
@@ -76,6 +81,8 @@ def sum_by_row(updates: RowUpdates) -> tuple[RowUpdates, Tensor]:
     values = torch.cat([updates.sums_VD, updates.squares_VS], 1)
     ids = Ids(inverse_V, torch.tensor([0, len(inverse_V)]), None, [0], [POOLINGS.index("none")])
     (total,) = sum_at_positions(ids, [values.new_empty(1, 0), values], [len(rows_U)], [values.shape[1]])
-    counts_U = torch.zeros_like(rows_U).index_add_(0, inverse_V, updates.counts_V)
+    counts_U, uses_U = (
+        torch.zeros_like(rows_U).index_add_(0, inverse_V, column) for column in (updates.counts_V, updates.uses_V)
+    )
     dim = updates.sums_VD.shape[1]
-    return RowUpdates(rows_U, counts_U, total[:, :dim].contiguous(), total[:, dim:]), num_U
+    return RowUpdates(rows_U, counts_U, uses_U, total[:, :dim].contiguous(), total[:, dim:]), num_U

@@ -5,7 +5,7 @@ A call is a header and arrays. Every header has `call`, `run` (an id that the ra
 
     open      the rows that the server will own for this run
     read      by group, rows and versions to validate, for `round`: leases, versions, and the rows that must be sent
-    push      by group, rows with updates, their numbers, and their sums, for `round`
+    push      by group, rows with updates, their numbers, uses, and sums, for `round`
     draw      give rows the initial values of ids, from a seed and their largest value
     put, get  some rows of a part (weights, or optimizer state), as they are or as a snapshot has them
     snapshot, release
@@ -35,7 +35,7 @@ from shardwright.rectangle import IndexRange
 from shardwright.spec import files
 
 MAX_NUMBER = 1e30  # such as a learning rate
-VERSION = 2  # of the messages
+VERSION = 3  # of the messages
 MAX_INTEGER = (1 << 63) - 1
 MAX_RANKS, MAX_DIM = 1 << 20, 1 << 16
 MAX_WIDTH = 4 * MAX_DIM  # with optimizer state
@@ -97,23 +97,23 @@ def push_call(round_: int, push: Push) -> Message:
     arrays = []
     for updates in push.updates:
         values = torch.cat([updates.sums_VD, updates.squares_VS], 1)
-        arrays += [words(updates.rows_V), words(updates.counts_V), values.numpy()]
+        arrays += [words(updates.rows_V), words(updates.counts_V), words(updates.uses_V), values.numpy()]
     header = {"call": "push", "round": round_, "steps": push.steps, "lr": push.optimizer.lr}
     return Message(header, arrays)
 
 
 def parse_push(message: Message, spec: OwnedSpec) -> Push:
     header, updates = message.header, []
-    groups = list(_by_group(message, 3, num_whole=2))
+    groups = list(_by_group(message, 4, num_whole=3))
     if len(groups) != len(spec.groups):
         raise MalformedCall(f"{len(groups)} groups of {len(spec.groups)}")
-    for group, (rows, counts, values) in zip(spec.groups, groups, strict=True):
+    for group, (rows, counts, uses, values) in zip(spec.groups, groups, strict=True):
         if values.dim() != 2 or values.dtype != getattr(torch, group.dtype) or values.shape[1] < group.dim:
             raise MalformedCall(f"values of type {values.dtype} and shape {tuple(values.shape)}")
         sums, squares = values.split([group.dim, values.shape[1] - group.dim], 1)
-        if len(counts) and not 1 <= int(counts.min()) <= int(counts.max()) <= MAX_WORD:
+        if any(len(each) and not 1 <= int(each.min()) <= int(each.max()) <= MAX_WORD for each in (counts, uses)):
             raise MalformedCall("impossible numbers of updates")
-        updates.append(RowUpdates(rows.long().flatten(), counts.long().flatten(), sums, squares))
+        updates.append(RowUpdates(rows.long(), counts.long(), uses.long(), sums, squares))
     steps = tuple(parse_integers(header, "steps"))
     if any(not 1 <= step <= MAX_WORD for step in steps):
         raise MalformedCall(f"steps are {steps}")

@@ -140,8 +140,10 @@ class OwnedRows:
         return {WEIGHT: clocks.weight_ED, **clocks.state}
 
     def all_parts(self) -> list[Tensor]:
-        """All that a restarted server needs: of each group its parts, and how often each row was updated."""
-        parts = [[*self.parts(index).values(), clocks.version_E] for index, clocks in enumerate(self.clocks)]
+        """All that a restarted server needs: of each group its parts, and how often each row was updated and used."""
+        parts = [
+            [*self.parts(index).values(), clocks.version_E, clocks.uses_E] for index, clocks in enumerate(self.clocks)
+        ]
         return [*(part for of_group in parts for part in of_group), *self.stores.rows_EX]
 
     @property
@@ -193,7 +195,7 @@ class OwnedRows:
             width = group.dim + num_squares(self.spec.optimizer, group.dim)
             if updates.sums_VD.shape[1] + updates.squares_VS.shape[1] != width:
                 raise UserError(f"updates of {group.names} have another width than {width}")
-            _check_same_length(group, updates.rows_V, updates.counts_V, updates.sums_VD, updates.squares_VS)
+            _check_same_length(group, *updates.columns)
 
     def _check_groups(self, num: int) -> None:
         if num != len(self.spec.groups):

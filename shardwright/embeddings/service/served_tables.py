@@ -13,6 +13,7 @@ Shape legend: U distinct rows of a batch, V rows with updates, D columns.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from shardwright.comm.pending import Pending
 from shardwright.comm.transport.arrays import Message
 from shardwright.comm.transport.servers import Connector, NoServers
 from shardwright.embeddings.copies.bounded_group import BoundedGroup, CopiedBatch, CopyCounts
+from shardwright.embeddings.copies.bounded_tables import find_copies_of
 from shardwright.embeddings.copies.updates import RowUpdates
 from shardwright.embeddings.layout import Layout
 from shardwright.embeddings.outgoing import DistinctRows
@@ -71,14 +73,9 @@ class ServedTables:
 
     def find_copies(self, distinct: DistinctRows, *, training: bool) -> list[CopiedBatch]:
         """Without training, all rows are requested; all updates must be pushed."""
-        by_table, batches = distinct.by_table(), []
-        for group, positions in zip(self.groups, self._positions, strict=True):
-            if training:
-                group.check_steps(self.bags.steps)  # equal on all ranks
-            firsts = group.numbers.first_row.values()
-            rows = [by_table[position].long() + first for position, first in zip(positions, firsts, strict=True)]
-            batches.append(group.find_copies(torch.cat(rows), training=training))
-        return batches
+        for group in self.groups if training else ():
+            group.check_steps(self.bags.steps)  # equal on all ranks
+        return find_copies_of(self.groups, self._positions, distinct, training=training)
 
     def find_rows(self, distinct: DistinctRows) -> list[CopiedBatch]:
         """All phases before the lookup, without training."""
@@ -93,7 +90,7 @@ class ServedTables:
         for server, connection in enumerate(self.connections if batches else ()):
             reads = []
             for group, by_server in zip(self.groups, requests, strict=True):
-                rows, versions, _, _ = by_server[server]
+                rows, versions, *_ = by_server[server]
                 reads.append(GroupRead(group.numbers.local_rows(rows), versions))
             replies.append(connection.call(calls.read_call(self._round, reads)))
 
@@ -144,9 +141,11 @@ class ServedTables:
         by_group = []
         for group, batch in zip(self.groups, batches, strict=True):
             assert batch.grad_UD is not None and batch.copies is not None
-            rows_and_counts = [(rows, counts) for _, _, rows, counts in group.validation_requests(batch)]
+            counts = [(rows, counts, uses) for _, _, rows, counts, uses in group.validation_requests(batch)]
             values = group.updates_to_push(batch, batch.grad_UD, optimizer)
-            by_group.append([(*pair, part) for pair, part in zip(rows_and_counts, values, strict=True)])
+            by_group.append(
+                [RowUpdates(*part, *group.split_values(sums)) for part, sums in zip(counts, values, strict=True)]
+            )
             group.copies.update(
                 batch.copies, batch.grad_UD.index_select(0, batch.other_R), optimizer, group.max_step(steps)
             )
@@ -154,18 +153,17 @@ class ServedTables:
 
     def _push(
         self,
-        by_group: Sequence[Sequence[tuple[Tensor, Tensor, Tensor]]],
+        by_group: Sequence[Sequence[RowUpdates]],
         optimizer: SparseOptimizer,
         steps: Mapping[str, int],
     ) -> None:
-        """By group and server: rows, numbers of updates, and their sums."""
+        """`by_group`: by server."""
         numbers = tuple(group.max_step(steps) for group in self.groups)
         for server, connection in enumerate(self.connections):
             updates = []
             for group, by_server in zip(self.groups, by_group, strict=True):
-                rows, counts, values = by_server[server]
-                sums, squares = values.split([group.dim, group.update_width - group.dim], 1)
-                updates.append(RowUpdates(group.numbers.local_rows(rows), counts, sums, squares))
+                pushed = by_server[server]
+                updates.append(replace(pushed, rows_V=group.numbers.local_rows(pushed.rows_V)))
             message = calls.push_call(self._round, Push(optimizer, numbers, tuple(updates)))
             self._unconfirmed.append(connection.call(message))
         self._round += 1
@@ -184,10 +182,8 @@ class ServedTables:
         for group in self.groups:
             unpushed = group.copies.drop()
             owners = group.numbers.owners(unpushed.rows_V)
-            pushed = unpushed.select(owners.argsort(stable=True))
             sizes = torch.bincount(owners, minlength=len(self.connections)).tolist()
-            columns = pushed.rows_V, pushed.counts_V, torch.cat([pushed.sums_VD, pushed.squares_VS], 1)
-            by_group.append([*zip(*(column.split(sizes) for column in columns), strict=True)])
+            by_group.append([unpushed.select(part) for part in owners.argsort(stable=True).split(sizes)])
         self._push(by_group, self.optimizer, self.bags.steps)
         none = torch.empty(0, dtype=torch.int64)
         call = calls.read_call(self._round, [GroupRead(none, none)] * len(self.groups))

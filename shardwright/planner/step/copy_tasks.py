@@ -12,7 +12,7 @@ from shardwright.planner.step import traffic
 from shardwright.planner.step.rank_calls import Task
 from shardwright.planner.tables.sharding import TableLoad
 
-WORD_BYTES = 4  # of a row, version, lease or number of updates in a message
+WORD_BYTES = 4  # of a row, version, lease, or number of updates or uses in a message
 COUNT_BYTES = 16  # of a group, for each rank
 # Small torch calls per step, and per other rank; estimated from the code, not measured.
 CALLS = MappingProxyType(
@@ -44,7 +44,7 @@ def copy_tasks(problem: Problem, loads: Sequence[TableLoad]) -> dict[str, Task]:
     tasks = {
         "copies": Task(),
         "counts": traffic.even_all_to_all_task(problem, COUNT_BYTES * (others + 1)),
-        "validate": traffic.even_all_to_all_task(problem, 2 * WORD_BYTES * (validated + pushed)),
+        "validate": traffic.even_all_to_all_task(problem, WORD_BYTES * (2 * validated + 3 * pushed)),
         "renew": traffic.even_all_to_all_task(problem, 2 * WORD_BYTES * validated),
         "update": Task(),
     }
