@@ -1,11 +1,12 @@
 """HET's own topology: workers that read and update tables on one server over its slow link.
 
-    python -m benchmarks.het_servers [--model MODEL ...] [--rates RATE ...] [--rounds N] [--cluster FILE] [--write NAME]
+    python -m benchmarks.het_servers [--model MODEL ...] [--rates RATE ...] [--links all|server] [--rounds N]
+        [--cluster FILE] [--write NAME]
 
 As root. An emulated lab of 9 hosts: 8 workers with 0.2 core, and a server without a quota, to which they leave 0.4 core
 of two. Models, tables and ids are those of benchmarks.het. All sides train in turns, in an order that rotates each
 round; first 300 or 20 steps of warm-up over links of 10 Gbit/s, then the rounds with these links, then with links of
-each rate, of all hosts:
+each rate, of all hosts, or of the server alone (as if the workers were GPUs of one machine):
     all on the server       a row for each id, and the dense parameters, are read from the server and their gradients
                             pushed, as TensorFlow's parameter servers have it
     no duplicates removed   tables on the server, a row for each id; dense gradients are all-reduced, as in TensorFlow
@@ -74,7 +75,7 @@ def run_sides(name: str, cluster: str, args: argparse.Namespace) -> dict[str, Re
                 client.run_turn(side, 2 if args.smoke else warm_steps(side), 1)
                 print(f"{side}: warm", file=sys.stderr)
             for rate, number in [(rate, number) for rate in replies for number in range(args.rounds)]:
-                lab.set_uplinks(rate)
+                lab.set_uplinks(rate, [RANKS] if args.links == "server" else None)
                 first = number % len(SIDES)
                 for side in (*SIDES[first:], *SIDES[:first]):
                     before = server_bytes(lab)
@@ -93,15 +94,17 @@ def run(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     with TemporaryDirectory() as folder:
         cluster = args.cluster or f"{folder}/cluster.toml"
         if not Path(cluster).exists():
-            with Lab(Shape((Host(uplink=args.rates[0], cpu=CPU),) * RANKS), "het") as lab:
+            rate = FREE_RATE if args.links == "server" else args.rates[0]
+            with Lab(Shape((Host(uplink=rate, cpu=CPU),) * RANKS), "het") as lab:
                 measure(lab, Path(cluster))
         replies = run_sides(name, cluster, args)
     free = replies[FREE_RATE]
-    return [line for rate, own in replies.items() for line in result_lines(name, rate, own, free, args.steps)]
+    lines = [line for rate, own in replies.items() for line in result_lines(rate, own, free, args.steps)]
+    return [{"benchmark": "het_servers", "model": name, "links": args.links} | line for line in lines]
 
 
 def result_lines(
-    name: str, rate: str, replies: Mapping[str, list[dict[str, Any]]], free: Replies, steps: int
+    rate: str, replies: Mapping[str, list[dict[str, Any]]], free: Replies, steps: int
 ) -> list[dict[str, Any]]:
     times = {side: [1e3 * reply["seconds"] / steps for reply in replies[side]] for side in SIDES}
     free_ms = {side: 1e3 * median(reply["seconds"] for reply in free[side]) / steps for side in SIDES}
@@ -110,10 +113,10 @@ def result_lines(
     }
     link_ms = {side: 8e6 * sum(kilobytes[side]) / parse_bits_per_second(rate) for side in SIDES}
     exposed = {side: median(times[side]) - free_ms[side] for side in SIDES}
-    lines = []
+    lines = list[dict[str, Any]]()
     for side in SIDES:
         ratios = [base / ms for base, ms in zip(times[BASE], times[side], strict=True)]
-        line = {"benchmark": "het_servers", "model": name, "rate": rate, "side": side, "rounds": len(ratios)}
+        line: dict[str, Any] = {"rate": rate, "side": side, "rounds": len(ratios)}
         line |= {"ms": median_min_max(times[side]), "over_no_cache": median_min_max(ratios, 2)}
         line |= {"server_sent_kb": round(kilobytes[side][0]), "server_received_kb": round(kilobytes[side][1])}
         line |= {"fewer_bytes_percent": round(100 - 100 * sum(kilobytes[side]) / sum(kilobytes[BASE]), 1)}
@@ -130,7 +133,8 @@ def result_lines(
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="*", choices=MODELS, default=MODELS)
-    parser.add_argument("--rates", nargs="*", default=["250mbit", "100mbit", "60mbit"], help="of each host's link")
+    parser.add_argument("--rates", nargs="*", default=["250mbit", "100mbit", "60mbit"], help="of the links")
+    parser.add_argument("--links", choices=("all", "server"), default="all", help="others have 10 Gbit/s")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="of a turn")
     parser.add_argument("--cluster", default="", metavar="FILE", help="cluster file of such a lab; measured if missing")

@@ -144,13 +144,13 @@ def keep_duplicates(served: Any) -> None:
 
         return Pending(receive)
 
-    def push_each(by_group: Any, optimizer: Any, steps: Any) -> None:
+    def push_each(by_group: Any, optimizer: Any, steps: Any, *, is_last: bool = False) -> None:
         repeated = []
         for (pushed,), uses_U in zip(by_group, uses, strict=True):
             sums_VD, ones_V = pushed.sums_VD / uses_U.unsqueeze(1), torch.ones_like(uses_U)
             each = replace(pushed, sums_VD=sums_VD, uses_V=ones_V)
             repeated.append([RowUpdates(*(column.repeat_interleave(uses_U, 0) for column in each.columns))])
-        push(repeated, optimizer, steps)
+        push(repeated, optimizer, steps, is_last=is_last)
 
     served.find_copies, served.fetch, served._push = find_copies, fetch, push_each
 

@@ -80,9 +80,9 @@ class Lab:
         """Cut a link, such as `u0`, or connect it again."""
         network.cut(self.name, link, connected)
 
-    def set_uplinks(self, rate: str) -> None:
-        """Change the rate of the uplinks of all hosts, such as "100mbit", while ranks run."""
-        network.set_uplinks(self.name, self.shape, rate)
+    def set_uplinks(self, rate: str, hosts: Sequence[int] | None = None) -> None:
+        """Change the rate of the uplinks of these hosts, or of all, such as "100mbit", while ranks run."""
+        network.set_uplinks(self.name, self.shape, rate, range(len(self.shape.hosts)) if hosts is None else hosts)
 
     def __enter__(self) -> "Lab":
         self.start()

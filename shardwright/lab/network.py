@@ -104,11 +104,11 @@ def cut(lab: str, link: str, connected: bool = False) -> None:
     run_ip("-n", namespace(lab, "net"), "link", "set", link, "up" if connected else "down")
 
 
-def set_uplinks(lab: str, shape: Shape, rate: str) -> None:
-    """Change the rate of the uplinks of all hosts, which the shape limits."""
-    if free := [index for index, host in enumerate(shape.hosts) if not host.uplink]:
+def set_uplinks(lab: str, shape: Shape, rate: str, hosts: Sequence[int]) -> None:
+    """Change the rate of the uplinks of hosts, which the shape limits."""
+    if free := [index for index in hosts if not shape.hosts[index].uplink]:
         raise UserError(f"the uplink of host {free[0]} has no rate to change: create the lab with one")
-    ends = [end for index, _ in enumerate(shape.hosts) for end in (f"u{index}", f"u{index}c")]
+    ends = [end for index in hosts for end in (f"u{index}", f"u{index}c")]
     lines = [line for end in ends for line in _set_rate(end, rate, shape, "change")]
     _run_batch("tc", namespace(lab, "net"), lines)
 

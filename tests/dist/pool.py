@@ -1,5 +1,6 @@
 """A pool of rank processes for a whole test session: importing torch takes seconds, a job in the pool milliseconds."""
 
+import importlib
 import multiprocessing
 import os
 import socket
@@ -9,12 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 SIZE = 4
+IMPORT_SECONDS = 240.0  # of the module of a function: all of Shardwright, while other tests run
 
 
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def import_module(name: str) -> None:
+    importlib.import_module(name)
 
 
 def serve(rank: int, pipe: Any) -> None:
@@ -40,7 +46,7 @@ def serve(rank: int, pipe: Any) -> None:
 class Pool:
     def __init__(self) -> None:
         self._jobs = 0
-        self._pipes, self._processes = [], []
+        self._pipes, self._processes, self._imported = [], [], list[set[str]]()
         self._start(SIZE)
 
     def _start(self, num_ranks: int) -> None:
@@ -52,10 +58,18 @@ class Pool:
             process.start()
             self._pipes.append(pipe)
             self._processes.append(process)
+            self._imported.append(set())
 
     def run(self, world: int, function: Callable[..., Any], *args: Any, seconds: float = 60.0) -> list[Any]:
         """Call a module-level function in the first `world` ranks; returns the results by rank, fails on exceptions."""
         self._start(world)
+        if not all(function.__module__ in imported for imported in self._imported[:world]):
+            self._run(world, import_module, function.__module__, seconds=IMPORT_SECONDS)
+            for imported in self._imported[:world]:
+                imported.add(function.__module__)
+        return self._run(world, function, *args, seconds=seconds)
+
+    def _run(self, world: int, function: Callable[..., Any], *args: Any, seconds: float) -> list[Any]:
         port = free_port()
         self._jobs += 1
         for pipe in self._pipes[:world]:

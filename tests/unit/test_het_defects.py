@@ -20,6 +20,7 @@ from shardwright.comm.pending import Pending
 from shardwright.comm.transport.arrays import Message
 from shardwright.comm.transport.servers import TableServers
 from shardwright.embeddings.copies.bounded_group import RowNumbers
+from shardwright.embeddings.copies.row_clocks import RowClocks
 from shardwright.embeddings.copies.row_copies import NO_VERSION, RowCopies
 from shardwright.embeddings.layout import build_layout
 from shardwright.embeddings.outgoing import DistinctRows
@@ -106,6 +107,16 @@ class ServedRun:
         for rank in self.ranks:
             rank.open()
         self.batches = []  # of the last step, by rank
+        self.last_versions = {}  # by server, before the last flush
+        for number, server in enumerate(self.servers):
+            self._keep_versions(number, server.handler._owned.clocks[0])
+
+    def _keep_versions(self, number, clocks):
+        def forget():
+            self.last_versions[number] = clocks.version_E.clone()
+            RowClocks.forget(clocks)
+
+        clocks.forget = forget
 
     def step(self, rows_by_rank, gradient=None):
         """The rows that each rank has read; `gradient(rank, rows)`."""
@@ -144,6 +155,12 @@ class ServedRun:
     def versions(self):
         return torch.cat([server.handler._owned.clocks[0].version_E for server in self.servers])
 
+    @property
+    def flushed_versions(self):
+        """Before the flush, with which versions begin at 0."""
+        assert not self.versions.any()
+        return torch.cat([self.last_versions[number] for number, _ in enumerate(self.servers)])
+
     def owners(self, rows):
         return self.ranks[0].groups[0].numbers.owners(rows)
 
@@ -176,7 +193,8 @@ def test_a_row_pushed_and_read_in_one_step_is_updated_once(sync):
     assert num_both > 0, "rows were validated and pushed in one step"
     for read in run.evaluate(rows):
         assert (read == 12).all()
-    assert (run.versions[rows] == 24).all() and run.versions.sum() == 24 * len(rows)
+    versions = run.flushed_versions
+    assert (versions[rows] == 24).all() and versions.sum() == 24 * len(rows)
 
 
 @pytest.mark.parametrize("num_servers", (2, 3))
@@ -193,7 +211,7 @@ def test_evicted_rows_in_any_order_reach_their_own_servers(num_servers):
             num_unsorted += int((owners.diff() < 0).any())
     assert num_unsorted > 20, "rows were evicted in another order than that of servers"
     run.evaluate([0])
-    assert torch.equal(run.weight, produced) and torch.equal(run.versions, produced.sum(1).long())
+    assert torch.equal(run.weight, produced) and torch.equal(run.flushed_versions, produced.sum(1).long())
 
 
 @pytest.mark.parametrize("sync", (EXACT, Bounded(2, 1, LINES)))
@@ -249,7 +267,7 @@ def test_ids_beyond_the_whole_numbers_of_float32_stay_apart():
         assert torch.equal(read, step * values)
     (read,) = run.evaluate(rows)
     assert torch.equal(read, 3 * values)
-    assert torch.equal(run.weight.nonzero()[:, 0], rows) and torch.equal(run.versions.nonzero()[:, 0], rows)
+    assert torch.equal(run.weight.nonzero()[:, 0], rows) and torch.equal(run.flushed_versions.nonzero()[:, 0], rows)
 
 
 def test_row_numbers_beyond_2_to_31_and_2_to_53_stay_apart():

@@ -162,7 +162,7 @@ ROWS, ONES, VALUES = np.array([1, 2], np.int32), np.ones(2, np.int32), np.ones((
 PLACE = {"group": 0, "part": "weight"}
 VALID = {
     "read": Message({"round": ROUND}, [ROWS, -ONES]),
-    "push": Message({"round": ROUND, "steps": [1], "lr": 0.1}, [ROWS, ONES, ONES, VALUES]),
+    "push": Message({"round": ROUND, "steps": [1], "lr": 0.1, "is_last": False}, [ROWS, ONES, ONES, VALUES]),
     "put": Message({"columns": [0, 2], **PLACE}, [ROWS, VALUES[:, :2]]),
     "get": Message({"snapshot": SNAPSHOT, **PLACE}, [ROWS]),
     "draw": Message({"group": 0, "seed": 7, "bound": 0.5}, [ROWS, ROWS]),
@@ -182,7 +182,8 @@ NO_TEXT, NO_LIST = [..., None, 5, [], {}], [..., None, 1, "1", [1.5], [[1]], {}]
 WRONG_FIELDS = {
     "read": {"round": [*NO_INTEGER, 1 << 40], "number": NO_INTEGER, "run": [*NO_TEXT, "other"], "call": NO_TEXT},
     "push": {"round": [*NO_INTEGER, ROUND + 2, 1 << 40], "rank": [*NO_INTEGER, -1, 1]}
-    | {"steps": [*NO_LIST, [], [1, 1], [-1], [10**30]], "lr": [None, "0.1", [], 10**400, float("nan"), float("inf")]},
+    | {"steps": [*NO_LIST, [], [1, 1], [-1], [10**30]], "lr": [None, "0.1", [], 10**400, float("nan"), float("inf")]}
+    | {"is_last": [..., None, 0, 1, "true"]},
     "put": {
         "connection": NO_TEXT,
         "columns": [*NO_LIST, [0], [0, 1, 2], [1, 0], [-1, 1], [0, 3], [0, 10**30], [[0, 2]]],

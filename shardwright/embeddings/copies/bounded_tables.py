@@ -186,6 +186,7 @@ class BoundedTables:
             if len(rows):
                 updates = RowUpdates(group.numbers.local_rows(rows), num, uses, *values)
                 group.apply([updates], self._optimizer, group.max_step(self._bags.steps))
+            group.clocks.forget()
 
     def counts(self) -> dict[str, CopyCounts]:
         """By group, named after its tables."""

@@ -40,6 +40,11 @@ class RowClocks:
         leases_A = torch.where(is_new_A, self._lease.num_batches(torch.zeros_like(missed_A), uses_A), left_A)
         return is_new_A, leases_A, now_A
 
+    def forget(self) -> None:
+        """Count from 0, when there are no copies: a run goes on from a checkpoint as one that has loaded it."""
+        self.version_E.zero_()
+        self.uses_E.zero_()
+
     def count_missed(self, now_A: Tensor, versions_A: Tensor) -> None:
         missed_A = (now_A - versions_A)[versions_A != NO_VERSION]
         self.missed += torch.bincount(_bin(missed_A), minlength=HISTOGRAM_BINS)
@@ -49,7 +54,9 @@ class RowClocks:
         summed, num_senders_U = sum_by_row(RowUpdates.concat(updates))
         # Updates of several ranks in one batch are one step, as in one process; those that a rank has kept are several.
         if len(summed.rows_V) and int((self.version_E[summed.rows_V] + summed.counts_V).max()) > MAX_VERSION:
-            raise UserError("a row has more than 2^31 updates: save a checkpoint and resume, which counts from 0")
+            raise UserError(
+                "a row has more than 2^31 updates since the last checkpoint or evaluation: save one earlier"
+            )
         merged = replace(summed, counts_V=1 + summed.counts_V - num_senders_U)
         apply_updates(optimizer, self.weight_ED, self.state, merged, step)
         self.version_E[summed.rows_V] += summed.counts_V

@@ -5,7 +5,8 @@ A call is a header and arrays. Every header has `call`, `run` (an id that the ra
 
     open      the rows that the server will own for this run
     read      by group, rows and versions to validate, for `round`: leases, versions, and the rows that must be sent
-    push      by group, rows with updates, their numbers, uses, and sums, for `round`
+    push      by group, rows with updates, their numbers, uses, and sums, for `round`; and whether the rank has
+              dropped its copies, so that the numbers of updates begin at 0
     draw      give rows the initial values of ids, from a seed and their largest value
     put, get  some rows of a part (weights, or optimizer state), as they are or as a snapshot has them
     snapshot, release
@@ -98,7 +99,7 @@ def push_call(round_: int, push: Push) -> Message:
     for updates in push.updates:
         values = torch.cat([updates.sums_VD, updates.squares_VS], 1)
         arrays += [words(updates.rows_V), words(updates.counts_V), words(updates.uses_V), values.numpy()]
-    header = {"call": "push", "round": round_, "steps": push.steps, "lr": push.optimizer.lr}
+    header = {"call": "push", "round": round_, "steps": push.steps, "lr": push.optimizer.lr, "is_last": push.is_last}
     return Message(header, arrays)
 
 
@@ -117,7 +118,10 @@ def parse_push(message: Message, spec: OwnedSpec) -> Push:
     steps = tuple(parse_integers(header, "steps"))
     if any(not 1 <= step <= MAX_WORD for step in steps):
         raise MalformedCall(f"steps are {steps}")
-    return Push(replace(spec.optimizer, lr=parse_number(header, "lr")), steps, tuple(updates))
+    is_last = header.get("is_last")
+    if not isinstance(is_last, bool):
+        raise MalformedCall(f"is_last is {is_last!r}")
+    return Push(replace(spec.optimizer, lr=parse_number(header, "lr")), steps, tuple(updates), is_last)
 
 
 def draw_call(group: int, rows_R: Tensor, ids_R: Tensor, seed: int, bound: float) -> Message:

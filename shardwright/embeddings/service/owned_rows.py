@@ -80,11 +80,13 @@ class GroupAnswer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Push:
-    """The updates of a rank in a round, by group; `steps`: the number of the optimizer step, by group."""
+    """The updates of a rank in a round, by group; `steps`: the number of the optimizer step, by group. `is_last`: the
+    rank has dropped its copies."""
 
     optimizer: SparseOptimizer
     steps: tuple[int, ...]
     updates: tuple[RowUpdates, ...]
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +207,8 @@ class OwnedRows:
         optimizer = pushes[0].optimizer
         for index, clocks in enumerate(self.clocks):
             clocks.apply(optimizer, [push.updates[index] for push in pushes], pushes[0].steps[index])
+            if all(push.is_last for push in pushes):
+                clocks.forget()
         self._num_changes += 1
 
     def draw(self, group: int, rows_R: Tensor, ids_R: Tensor, seed: int, bound: float) -> None:

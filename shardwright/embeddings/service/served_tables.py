@@ -156,6 +156,8 @@ class ServedTables:
         by_group: Sequence[Sequence[RowUpdates]],
         optimizer: SparseOptimizer,
         steps: Mapping[str, int],
+        *,
+        is_last: bool = False,
     ) -> None:
         """`by_group`: by server."""
         numbers = tuple(group.max_step(steps) for group in self.groups)
@@ -164,7 +166,7 @@ class ServedTables:
             for group, by_server in zip(self.groups, by_group, strict=True):
                 pushed = by_server[server]
                 updates.append(replace(pushed, rows_V=group.numbers.local_rows(pushed.rows_V)))
-            message = calls.push_call(self._round, Push(optimizer, numbers, tuple(updates)))
+            message = calls.push_call(self._round, Push(optimizer, numbers, tuple(updates), is_last))
             self._unconfirmed.append(connection.call(message))
         self._round += 1
 
@@ -184,7 +186,7 @@ class ServedTables:
             owners = group.numbers.owners(unpushed.rows_V)
             sizes = torch.bincount(owners, minlength=len(self.connections)).tolist()
             by_group.append([unpushed.select(part) for part in owners.argsort(stable=True).split(sizes)])
-        self._push(by_group, self.optimizer, self.bags.steps)
+        self._push(by_group, self.optimizer, self.bags.steps, is_last=True)
         none = torch.empty(0, dtype=torch.int64)
         call = calls.read_call(self._round, [GroupRead(none, none)] * len(self.groups))
         for pending in [connection.call(call) for connection in self.connections]:
