@@ -18,6 +18,7 @@ from shardwright.checkpoint.manifest import Manifest
 from shardwright.report import html_template, plots, step_times
 from shardwright.report.bubble import bubble_ratio
 from shardwright.report.caches_page import describe_caches
+from shardwright.report.communication import describe_communication
 from shardwright.report.copies_page import describe_copies
 from shardwright.report.experts_page import describe_experts
 from shardwright.report.growth_page import describe_growth
@@ -93,6 +94,7 @@ def run_html(run: RunRecord) -> str:
         growth=growth,
         copies=copies,
         popularity=popularity,
+        communication=describe_communication(run),
         blocks=block_grid(run.workload) if run.workload and run.workload.blocks else None,
         checkpoints=checkpoint_grid(run.checkpoints) if run.checkpoints else None,
         publications=checkpoint_grid(run.publications, "publication") if run.publications else None,

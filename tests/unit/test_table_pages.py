@@ -13,7 +13,7 @@ from shardwright.kernels.cache_index import BatchRows, CacheIndex, place_rows, r
 from shardwright.planner.plan import make_plan
 from shardwright.planner.tables import cache_hits
 from shardwright.planner.tables.sharding import TableLoad, make_table_loads
-from shardwright.report import popularity, render
+from shardwright.report import communication, popularity, render
 from shardwright.report.caches_page import describe_caches
 from shardwright.report.copies_page import describe_copies
 from shardwright.report.run_record import read_record
@@ -22,6 +22,7 @@ from shardwright.spec import files
 from shardwright.spec.cache_record import CACHES_FILE, COPIES_FILE, CacheWindow, CopyWindow
 from shardwright.spec.plan import Bounded
 from shardwright.spec.row_cache import HALF_LIFE_BATCHES
+from shardwright.spec.timeline import Event, Timeline
 from shardwright.spec.workload import Table
 
 PINS = {"t0": "row", "t1": "row"}
@@ -181,3 +182,83 @@ def test_popularity_that_is_not_known(tmp_path):
     section = popularity.describe_popularity(one)
     assert section is not None and len(section.figure.data) == 1
     assert "The popularity of the rows of 1 of 2 tables is not known." in section.text
+
+
+def timeline_of(source, events):
+    """Steps of 10 s, each with these events: (name, kind, lane, start, end)."""
+    return Timeline(
+        source,
+        tuple(
+            Event(
+                id=10 * step + i,
+                name=n,
+                kind=k,
+                rank=0,
+                lane=lane,
+                step=step,
+                start=10.0 * step + a,
+                end=10.0 * step + b,
+            )
+            for step in range(4)
+            for i, (n, k, lane, a, b) in enumerate(events)
+        ),
+    )
+
+
+MEASURED = timeline_of(
+    "measured",
+    (
+        ("forward", "stage", "main", 0, 5),
+        ("vectors", "flight", "wire", 0, 3),
+        ("vectors", "wait", "main", 1, 3),  # 2 s of messages
+        ("prefetch", "flight", "host", 3, 4),
+        ("prefetch", "wait", "main", 3, 4),  # 1 s of slower memory
+        ("read", "flight", "read", 5, 6),
+        ("read", "wait", "main", 5, 6),  # data: neither
+        ("update", "stage", "main", 6, 10),
+    ),
+)
+PREDICTED = timeline_of(
+    "predicted",
+    (
+        ("top", "compute", "main", 0, 4),
+        ("vectors", "collective", "wire", 3, 6),  # 2 s with nothing else to do
+        ("reduce", "collective", "dense", 5, 7),  # 1 s more
+        ("prefetch", "copy", "host", 5, 8),  # 1 s more: to 8
+        ("update", "compute", "main", 8, 10),
+    ),
+)
+
+
+def test_waits_for_messages_and_for_rows_of_slower_memory():
+    waits = communication.measured_waits(MEASURED)
+    assert (waits.step, waits.messages, waits.rows) == (10.0, 2.0, 1.0)
+    waits = communication.predicted_waits(PREDICTED)
+    assert (waits.step, waits.messages, waits.rows) == (10.0, 3.0, 1.0)
+
+
+def test_the_page_has_waits_measured_and_predicted(tmp_path):
+    workload = skewed_workload()
+    exact = plan_of(workload)
+    bounded = allow_staleness(exact, {"t0": Bounded(10, 2, 4096), "t1": Bounded(10, 2, 64)})
+    (tmp_path / "trace.json").write_text(MEASURED.to_chrome())
+    (tmp_path / "predicted.json").write_text(PREDICTED.to_chrome())
+    for plan, name in ((exact, "exact"), (bounded, "rows from copies")):
+        section = communication.describe_communication(write_run(tmp_path, plan, workload))
+        assert section is not None
+        assert "are 20.0% of a step; the plan predicted 30.0%." in section.text
+        assert section.shares.rows == (
+            (f"measured, {name}", "10 s", "2 s", "20.0", "1 s", "10.0"),
+            (f"predicted, {name}", "10 s", "3 s", "30.0", "1 s", "10.0"),
+        )
+    assert "Waits of a step" in render(tmp_path).read_text()
+
+
+def test_one_process_waits_only_for_its_caches(tmp_path):
+    workload = skewed_workload()
+    (tmp_path / "trace.json").write_text(MEASURED.to_chrome())
+    plan = one_rank_plan(workload)
+    assert communication.describe_communication(write_run(tmp_path, plan, workload)) is None
+    section = communication.describe_communication(write_run(tmp_path, keep_on_disk(plan, {"t0": 5000}), workload))
+    assert section is not None and "messages" not in section.text and "are 10.0%" in section.text
+    assert section.shares.rows[0][2:4] == ("0 ms", "0.0")
