@@ -1,4 +1,7 @@
-"""The part of a run's page about tables with bounded staleness, from the recorded windows (copies.jsonl)."""
+"""The part of a run's page about tables whose rows ranks read from copies, from the recorded windows (copies.jsonl).
+
+Other ranks own the rows, with bounded staleness, or table servers do.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,16 +12,19 @@ from shardwright.report.html_template import Grid
 from shardwright.report.plots import Figure, axis, figure_layout, trace
 from shardwright.report.run_record import RunRecord
 from shardwright.spec.cache_record import CopyWindow
-from shardwright.spec.plan import Bounded
+from shardwright.spec.plan import Bounded, Plan
 
 SHARES = (("validated", "validated"), ("sent by owners", "sent"), ("with updates pushed", "pushed"))
 
 
 @dataclass(frozen=True, slots=True)
 class CopiesSection:
-    """What the page shows; `tables` has a row for each set of tables that share copies."""
+    """What the page shows; `tables` has a row for each set of tables that share copies. `note`: of what they
+    are shares."""
 
+    title: str
     text: str
+    note: str
     figures: tuple[Figure, ...]
     tables: Grid
 
@@ -30,14 +36,41 @@ def describe_copies(run: RunRecord) -> CopiesSection | None:
     names = list(dict.fromkeys(window.tables for window in run.copies))
     windows = {name: [window for window in run.copies if window.tables == name] for name in names}
     last = {name: own[len(own) // 2 :] for name, own in windows.items()}
+    tables = [table for name in names for table in name.split(", ")]
+    has_served, is_exact = _is_served(run.plan, tables), _is_exact(run.plan, tables)
+    owner = "a table server" if has_served else "another rank"
     text = (
-        "Ranks read rows of other ranks from copies. A copy is validated when its lease has expired; then its owner "
-        "renews the lease, or sends the row if the copy misses too many updates. Counts are of distinct rows "
-        "per batch and rank."
+        f"Ranks read rows that {owner} owns from copies. "
+        f"{'Training is exact: each' if is_exact else 'A'} copy is validated "
+        f"{'in every batch' if is_exact else 'when its lease has expired'}; then its owner "
+        f"{'confirms it' if is_exact else 'renews the lease'}, or sends the row if the copy misses "
+        f"{'an update' if is_exact else 'too many updates'}. Counts are of distinct rows per batch and rank."
     )
+    title = "Tables on table servers" if has_served else "Tables with bounded staleness"
+    if has_served and not is_exact:
+        title += ", with bounded staleness"
+    source = "table servers" if has_served else "other ranks"
+    note = f"Percent of the distinct rows read from {source}, in the second half of the recorded windows."
     has_missed = any(sum(window.missed) for own in last.values() for window in own)  # else all had no copy yet
-    figures = (_shares_figure(run.copies), *((_missed_figure(last),) if has_missed else ()))
-    return CopiesSection(text, figures, _table_grid(run, last))
+    figures = (_shares_figure(run.copies, source), *((_missed_figure(last),) if has_missed else ()))
+    return CopiesSection(title, text, note, figures, _table_grid(run, last))
+
+
+def _is_served(plan: Plan | None, tables: Sequence[str]) -> bool:
+    """Whether table servers own the rows; of a plan they own those of all these tables, or of none."""
+    return plan is not None and any(
+        rank >= plan.num_ranks
+        for table in plan.tables
+        if table.table in tables
+        for rect in table.rects
+        for rank in rect.ranks
+    )
+
+
+def _is_exact(plan: Plan | None, tables: Sequence[str]) -> bool:
+    syncs = [table.placement.sync for table in plan.tables if table.table in tables] if plan is not None else []
+    others = plan is not None and plan.num_ranks > 1  # whose updates a copy may miss
+    return others and bool(syncs) and not any(isinstance(sync, Bounded) and sync.has_copies for sync in syncs)
 
 
 def _share(windows: Sequence[CopyWindow], field: str) -> float:
@@ -45,7 +78,7 @@ def _share(windows: Sequence[CopyWindow], field: str) -> float:
     return 100 * sum(getattr(window, field) for window in windows) / max(1, sum(window.read for window in windows))
 
 
-def _shares_figure(windows: Sequence[CopyWindow]) -> Figure:
+def _shares_figure(windows: Sequence[CopyWindow], source: str) -> Figure:
     steps = sorted({window.step for window in windows})
     by_step = [[window for window in windows if window.step == step] for step in steps]
     data = tuple(
@@ -58,7 +91,7 @@ def _shares_figure(windows: Sequence[CopyWindow]) -> Figure:
         hovermode="x unified",
         showlegend=True,
     )
-    caption = "Percent of the distinct rows that batches read from other ranks, over all tables with bounded staleness."
+    caption = f"Percent of the distinct rows that batches read from {source}, over all tables with copies."
     return Figure("copied_rows", "Rows validated, sent and pushed", caption, 300, data, layout)
 
 
@@ -93,7 +126,7 @@ def _table_grid(run: RunRecord, windows: dict[str, list[CopyWindow]]) -> Grid:
 
 def _predicted_shares(run: RunRecord, tables: Sequence[str]) -> list[float]:
     """Percent of the rows, by the fields of SHARES; empty if the plan or the workload is missing."""
-    if run.workload is None or run.plan is None:
+    if run.workload is None or run.plan is None or run.plan.num_ranks == 1:
         return []
     loads = {load.table.name: load for load in make_table_loads(run.workload)}
     syncs = {table.table: table.placement.sync for table in run.plan.tables}

@@ -18,11 +18,13 @@ from shardwright.checkpoint.manifest import Manifest
 from shardwright.report import html_template, plots, step_times
 from shardwright.report.bubble import bubble_ratio
 from shardwright.report.caches_page import describe_caches
+from shardwright.report.communication import describe_communication
 from shardwright.report.copies_page import describe_copies
 from shardwright.report.experts_page import describe_experts
 from shardwright.report.growth_page import describe_growth
 from shardwright.report.html_template import Grid
 from shardwright.report.model_flops import flops_grid
+from shardwright.report.popularity import describe_popularity
 from shardwright.report.run_record import MachineWindow, Metrics, MetricsLine, RunRecord, read_record
 from shardwright.report.units import bytes_text, count_text, decimal_text, duration_text, si_text, time_text
 from shardwright.spec import files
@@ -65,7 +67,7 @@ def run_html(run: RunRecord) -> str:
     metrics = run.metrics
     curves = plots.curves(metrics, run.machine_windows)
     experts, caches, growth = describe_experts(run), describe_caches(run), describe_growth(run)
-    copies = describe_copies(run)
+    copies, popularity = describe_copies(run), describe_popularity(run.workload)
     times = (plots.stage_figure(run.timeline), plots.gantt(run.timeline)) if run.timeline else ()
     return html_template.render_template(
         "page.html.j2",
@@ -91,6 +93,8 @@ def run_html(run: RunRecord) -> str:
         caches=caches,
         growth=growth,
         copies=copies,
+        popularity=popularity,
+        communication=describe_communication(run),
         blocks=block_grid(run.workload) if run.workload and run.workload.blocks else None,
         checkpoints=checkpoint_grid(run.checkpoints) if run.checkpoints else None,
         publications=checkpoint_grid(run.publications, "publication") if run.publications else None,
@@ -101,7 +105,7 @@ def run_html(run: RunRecord) -> str:
             *curves,
             *times,
             *(experts.figures if experts else ()),
-            *(section.figure for section in (caches, growth) if section),
+            *(section.figure for section in (caches, growth, popularity) if section),
             *(copies.figures if copies else ()),
         ),
     )

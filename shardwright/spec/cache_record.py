@@ -19,7 +19,8 @@ class CacheWindow:
     """What the caches of a table did in the steps up to `step`, since the window before; over all ranks.
 
     `rows`: distinct rows of batches, of which `missing` were copied in; `conflicts`: for which all lines of a set were
-    in use. `written_back`: evicted rows that had to be written. Bytes: of the disk.
+    in use. `written_back`: evicted rows that had to be written. Bytes: of the disk, or of table servers. `lookups`: ids
+    of one batch of 16, of which those of `missing_lookups` read missing rows; 0: not recorded.
     """
 
     step: int
@@ -31,6 +32,8 @@ class CacheWindow:
     written_back: int
     bytes_read: int
     bytes_written: int
+    lookups: int = 0
+    missing_lookups: int = 0
 
     def to_line(self) -> str:
         return dumps(files.to_plain(self), separators=(",", ":")) + "\n"

@@ -439,6 +439,43 @@ def connection(address, key_file=""):
 
 @pytest.mark.timeout(20)
 @pytest.mark.filterwarnings("ignore:Exception in thread")  # it ends the server
+@pytest.mark.parametrize(
+    "name, message",
+    (
+        ("read", "the updates of other ranks did not arrive in time"),
+        ("swap", 'no reply to "swap" for 0.6 s, though it answers other messages'),
+    ),
+)
+def test_a_wait_for_a_server_that_answers_only_pings_says_what_is_missing(name, message):
+    """Only a read waits for other ranks; rows that a rank owns do not."""
+    context, is_done = zmq.Context(), threading.Event()
+    server = context.socket(zmq.ROUTER)
+    address = f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}"
+
+    def answer_pings():
+        while not is_done.is_set():
+            if server.poll(50):
+                client, *frames = server.recv_multipart(copy=False)
+                header = decode_message(frames).header
+                if header["call"] == "ping":
+                    server.send_multipart([client, *Message({"number": header["number"]}).encode()])
+
+    thread = threading.Thread(target=answer_pings)
+    thread.start()
+    connector = ServerConnector(TableServers((address,), timeout_seconds=0.6), Caller("r", 0))
+    try:
+        with (
+            mock.patch("shardwright.comm.transport.servers.PING_SECONDS", 0.1),
+            pytest.raises(UserError, match=message),
+        ):
+            connector.connect(0).call(Message({"call": name})).wait()
+    finally:
+        is_done.set()
+        thread.join()
+        connector.close()
+        context.destroy(linger=0)
+
+
 @pytest.mark.parametrize("has_keys", (False, True))
 def test_garbage_and_clients_without_keys_disturb_no_other(tmp_path, monkeypatch, has_keys):
     with pytest.raises(UserError, match="no keys are set; .*serve-tables --new-keys DIR.*, then serve with --keys"):

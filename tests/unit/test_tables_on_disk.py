@@ -188,7 +188,7 @@ def test_training_evicts_as_an_index_that_knows_the_next_batches(overlap):
     for rows_U in rows:
         index.release(index.place(rows_U).lines_U, written=True)
     counts = job.cache_counts()["item"]
-    assert counts == known.counts
+    assert replace(counts, lookups=0, missing_lookups=0) == known.counts
     assert not overlap or counts.missing != index.counts.missing  # knowing later batches makes a difference
 
 

@@ -20,6 +20,7 @@ from shardwright.comm.transport.keys import check_addresses, load_keys, secure_s
 from shardwright.errors import UserError
 
 TIMEOUT_SECONDS = 60.0
+ROUND_CALL = "read"  # the one that waits at the server for the updates of all ranks
 PING_NUMBER = 0  # other calls count from 1
 RECONNECT_SHARE = 0.5  # of the timeout without a message, until the server is connected to anew
 PING_SECONDS = 0.5  # without a message of a server, until it is asked which calls it has
@@ -63,7 +64,8 @@ class Connector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls a server; `explain_wait`: why a reply did not come while the server answers other messages."""
+    """Who calls a server; `explain_wait`: why the updates of other ranks, without which a server does not reply to
+    ROUND_CALL, did not arrive in time."""
 
     run: str
     rank: int
@@ -122,7 +124,7 @@ class ServerConnection:
                     "(`shardwright serve-tables`), with the keys created together with this run's?"
                 )
             if now - start > self._timeout and number not in self._replies:
-                raise self._caller.explain_wait()
+                raise self._explain_wait(number)
             if now - max(last_message_at, connected_at) > RECONNECT_SHARE * self._timeout:
                 self._socket.close(linger=0)  # zmq does not connect again after damaged bytes
                 self._socket, connected_at = self._connect(), now
@@ -131,6 +133,16 @@ class ServerConnection:
                 self._send(self._with_identity(ping, PING_NUMBER))
                 last_ping_at = now
         return self._replies.pop(number)
+
+    def _explain_wait(self, number: int) -> Exception:
+        """Why a call has no reply while the server answers other messages."""
+        name = self._unanswered[number].header["call"]
+        if name == ROUND_CALL:
+            return self._caller.explain_wait()
+        return UserError(
+            f'table server {self.address}: no reply to "{name}" for {self._timeout:g} s, though it answers other '
+            "messages: its host or disk is too slow or overloaded; look at its log, or raise timeout_seconds"
+        )
 
     @property
     def _opens(self) -> bool:

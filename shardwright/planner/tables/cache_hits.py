@@ -37,6 +37,14 @@ def found_share(load: TableLoad, lines: int, num_ids: float) -> float:
     return _expected_share(load, lines, num_ids)
 
 
+def found_lookups_share(load: TableLoad, lines: int, num_ids: float) -> float | None:
+    """The share of the ids of a batch whose row is on a line; None if only recorded hits of distinct rows are known.
+    Too low for caches that hold the rows of few batches."""
+    if load.hits and lines < load.table.rows:
+        return None
+    return float((_intervals(load)[1] * hits_by_interval(load, lines, num_ids)[2]).sum())
+
+
 @lru_cache(maxsize=1 << 14)
 def _expected_share(load: TableLoad, lines: int, num_ids: float) -> float:
     rows_I, uses_I, hits_I = hits_by_interval(load, lines, num_ids)
@@ -61,12 +69,17 @@ def hits_by_interval(load: TableLoad, lines: int, num_ids: float) -> tuple[np.nd
 
 def _uses_by_interval(load: TableLoad, num_ids: float) -> tuple[np.ndarray, np.ndarray]:
     """Rows of each interval of the popularity curve, and the share of batches that use one of them."""
+    rows_I, id_shares_I = _intervals(load)
+    return rows_I, -np.expm1(-id_shares_I * num_ids / rows_I)
+
+
+def _intervals(load: TableLoad) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of each interval of the popularity curve, and their share of all ids."""
     points = np.unique([0, load.table.rows, *(k for k, _ in load.popularity)])
     steps = np.arange(1, INTERVALS + 1)
     ends = np.unique(points[:-1, None] + np.diff(points)[:, None] * steps // INTERVALS)
     ends = ends[ends > 0]
-    rows_I = np.diff(ends, prepend=0)
-    return rows_I, -np.expm1(-np.diff(load.hot_id_share(ends), prepend=0.0) * num_ids / rows_I)
+    return np.diff(ends, prepend=0), np.diff(load.hot_id_share(ends), prepend=0.0)
 
 
 def _hits(uses_I: np.ndarray, log_lowest: float) -> np.ndarray:

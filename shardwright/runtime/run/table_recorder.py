@@ -10,7 +10,10 @@ from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.supported import cached_rows
 from shardwright.spec.cache_record import CacheWindow, CopyWindow, GrowthWindow
 
-CACHE_COUNTS = ("rows", "missing", "conflicts", "written_back", "bytes_read", "bytes_written")
+CACHE_COUNTS = (
+    *("rows", "missing", "conflicts", "written_back", "bytes_read", "bytes_written"),
+    *("lookups", "missing_lookups"),
+)
 GROWTH_COUNTS = ("room", "rows", "entries", "expired", "evicted")
 
 
