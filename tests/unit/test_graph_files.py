@@ -12,7 +12,7 @@ from graphs import NUM_NODES, write_npz
 from shardwright import config
 from shardwright.data.graphs.communities import open_synthetic_graph
 from shardwright.data.graphs.graph import Graph
-from shardwright.data.graphs.graph_files import read_graph
+from shardwright.data.graphs.graph_files import graph_digest, read_graph
 from shardwright.data.graphs.neighborhoods import open_graph
 from shardwright.errors import UserError
 from shardwright.runtime.run import train as training
@@ -81,6 +81,21 @@ def test_mistakes_in_an_ogb_folder_are_named(tmp_path, path, text, message):
     (tmp_path / "ogb" / path).write_bytes(gzip.compress(text.encode()))
     with pytest.raises(UserError, match=message):
         read_graph(str(tmp_path / "ogb"))
+
+
+def test_only_a_graphs_own_files_count_as_its_contents(tmp_path):
+    write_ogb(tmp_path / "ogb")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "small.content").write_text(CONTENT)
+    (tmp_path / "texts" / "small.cites").write_text(CITES)
+    for folder, changed in (("ogb", "split/time/test.csv.gz"), ("texts", "small.cites")):
+        path = tmp_path / folder
+        before = graph_digest(str(path))
+        (path / "runs").mkdir()
+        (path / "runs" / "metrics.jsonl").write_text("{}")
+        assert graph_digest(str(path)) == before
+        (path / changed).write_bytes((path / changed).read_bytes() + b"\n")
+        assert graph_digest(str(path)) != before
 
 
 def test_two_splits_of_an_ogb_folder_are_refused(tmp_path):

@@ -25,8 +25,13 @@ def is_citation_folder(folder: Path) -> bool:
     return any(name.endswith(".content") for name in names)
 
 
+def paths(folder: Path) -> list[Path]:
+    """The files that are read: of papers and of citations."""
+    return [_only(folder, ending) for ending in (".content", ".cites")]
+
+
 def read(folder: Path) -> Contents:
-    content, cites = (_only(folder, ending) for ending in (".content", ".cites"))
+    content, cites = paths(folder)
     lines = [line.split() for line in content.read_text().splitlines() if line.strip()]
     widths = {len(line) for line in lines}
     if len(widths) != 1 or min(widths) < 2:

@@ -28,6 +28,7 @@ from shardwright.data.logs.convert import fingerprint
 from shardwright.errors import UserError
 
 WORD_ARRAYS = ("feat", "attr")
+FOLDER_FILES = ("edges", "labels", "words", "features")
 NUMBER_ARRAYS = ("features", "attr_matrix", "feat", "x")
 
 
@@ -45,9 +46,15 @@ class GraphFiles:
 def graph_digest(path: str) -> str:
     """Identifies the contents of a graph's files."""
     source = Path(path)
-    paths = sorted(own for own in source.rglob("*") if own.is_file()) if source.is_dir() else [source]
-    known = [own for own in paths if own.exists() and not own.name.startswith(".")]
-    return hashlib.sha256(repr([entry[1::2] for entry in fingerprint(known)]).encode()).hexdigest()[:16]
+    if not source.is_dir():
+        paths = [source] if source.exists() else []
+    elif citations.is_citation_folder(source):
+        paths = citations.paths(source)
+    elif ogb.is_ogb_folder(source):
+        paths = ogb.paths(source)
+    else:
+        paths = [own for name in FOLDER_FILES for own in files_named(source, name)]
+    return hashlib.sha256(repr([entry[1::2] for entry in fingerprint(paths)]).encode()).hexdigest()[:16]
 
 
 @lru_cache(maxsize=2)

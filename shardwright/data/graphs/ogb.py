@@ -13,6 +13,7 @@ from shardwright.data.graphs.graph import Contents
 from shardwright.data.graphs.text_columns import files_named, read_columns, read_numbers
 from shardwright.errors import UserError
 
+RAW_FILES = ("edge", "node-label", "node-feat", "num-node-list")
 PART_FILES = (("train", "train"), ("validation", "valid"), ("test", "test"))
 
 
@@ -20,8 +21,19 @@ def is_ogb_folder(folder: Path) -> bool:
     return any(files_named(own, "edge") for own in (folder, folder / "raw") if own.is_dir())
 
 
+def paths(folder: Path) -> list[Path]:
+    """The files that are read."""
+    splits = [own for own in (folder / "split").glob("*") if own.is_dir()]
+    parts = [path for own in splits for _, name in PART_FILES for path in files_named(own, name)]
+    return [*(path for name in RAW_FILES for path in files_named(_raw(folder), name)), *parts]
+
+
+def _raw(folder: Path) -> Path:
+    return folder if files_named(folder, "edge") else folder / "raw"
+
+
 def read(folder: Path) -> Contents:
-    raw = folder if files_named(folder, "edge") else folder / "raw"
+    raw = _raw(folder)
     labels = read_columns(raw, "node-label", range(1, 1 << 16))
     if labels.shape[1] != 1:
         raise UserError(f"{raw}: node-label has {labels.shape[1]} columns; wanted one, the class of each node")
