@@ -264,13 +264,22 @@ def tiles(metrics: Metrics) -> tuple[Tile, ...]:
         perplexity = Tile("Perplexity", *outcome(metrics, final, "perplexity"))
         return (perplexity, loss, *speed_tiles(metrics))
     if not has_clicks:
-        accuracy = (Tile("Accuracy", *outcome(metrics, final, "accuracy")),) if plots.has_classes(metrics) else ()
-        return (*accuracy, loss, *speed_tiles(metrics))
+        return (*accuracy_tiles(metrics, final), loss, *speed_tiles(metrics))
     value, note = outcome(metrics, final, "ne")
     if final and final.ne is not None and final.bound_ne is not None:
         note = f"best reachable (true probabilities): {decimal_text(final.bound_ne)}"
     auc = Tile("AUC", *outcome(metrics, final, "auc"))
     return (Tile("Normalized entropy", value, note), auc, loss, *speed_tiles(metrics))
+
+
+def accuracy_tiles(metrics: Metrics, final: MetricsLine | None) -> Iterator[Tile]:
+    if not plots.has_classes(metrics):
+        return
+    if final is None or final.accuracy_all_neighbors is None:
+        yield Tile("Accuracy", *outcome(metrics, final, "accuracy"))
+        return
+    yield Tile("Accuracy, drawn neighbors", *outcome(metrics, final, "accuracy"))
+    yield Tile("Accuracy, all neighbors", *outcome(metrics, final, "accuracy_all_neighbors"))
 
 
 def outcome(metrics: Metrics, final: MetricsLine | None, name: str) -> tuple[str, str]:

@@ -57,6 +57,7 @@ METRIC_NAMES = (
     "mfu",
     "mfu_full",
     "accuracy",
+    "accuracy_all_neighbors",
 )
 
 
@@ -83,6 +84,7 @@ class MetricsLine:
     mfu: float | None = None
     mfu_full: float | None = None
     accuracy: float | None = None
+    accuracy_all_neighbors: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,9 @@ def summary(
     if "auc" in evaluation:
         parts.append(f"AUC {evaluation['auc']:.4f}")
     if "accuracy" in evaluation:
-        parts.append(f"accuracy {evaluation['accuracy']:.4f}")
+        everything = evaluation.get("accuracy_all_neighbors")
+        note = "" if everything is None else f" (all neighbors {everything:.4f})"
+        parts.append(f"accuracy {evaluation['accuracy']:.4f}{note}")
     if "loss" in evaluation:
         bound = f" (best reachable {evaluation['bound_loss']:.4f})" if "bound_loss" in evaluation else ""
         parts.append(f"loss {evaluation['loss']:.4f}{bound}")

@@ -10,9 +10,9 @@ import torch
 from graphs import NUM_CLASSES, NUM_NODES, write_npz
 
 from shardwright import config
-from shardwright.data.graphs import graph as graph_module
-from shardwright.data.graphs.graph import read_graph
-from shardwright.data.graphs.neighborhoods import open_graph
+from shardwright.data.graphs import graph_files
+from shardwright.data.graphs.graph_files import read_graph
+from shardwright.data.graphs.neighborhoods import Neighborhoods, open_graph
 from shardwright.data.loading.loader import to_batch
 from shardwright.data.sources.source import NumpyBatch
 from shardwright.data.sources.synthetic import ClickStream
@@ -21,9 +21,11 @@ from shardwright.jagged import Batch, Jagged
 from shardwright.layers.draws import LayerDraws, StepDraws
 from shardwright.layers.dropout import Dropout
 from shardwright.layers.loss import ClassLoss
+from shardwright.models import graphsage as graphsage_module
 from shardwright.models.graphsage import graphsage
 from shardwright.report.run_page import render
 from shardwright.runtime.outputs import Output, Scores
+from shardwright.runtime.run import full_graph
 from shardwright.runtime.run import train as training
 from shardwright.runtime.run.metrics import WindowMetrics
 from shardwright.spec.calls import Call
@@ -85,7 +87,8 @@ def test_mistakes_in_files_are_named(graph, tmp_path):
         ({"labels": np.zeros(NUM_NODES, np.int64)}, "fewer than two classes"),
         ({"adj_indices": np.zeros(3, np.int64)}, "are not compressed sparse rows"),
         ({"feat_indices": None}, "no array feat_indices"),
-        ({"feat_indptr": None, "x": np.zeros((NUM_NODES, 3))}, 'features in array "x" are not read'),
+        ({"x": np.zeros((3, 3))}, r"numeric features are \(3, 3\); wanted a row for each of 240 nodes"),
+        ({"x": np.full((NUM_NODES, 2), np.nan)}, "numeric feature 0 of node 0 is nan"),
     ):
         arrays = {name: array for name, array in (dict(np.load(graph)) | changed).items() if array is not None}
         np.savez(tmp_path / "changed.npz", **arrays)
@@ -97,13 +100,13 @@ def test_mistakes_in_files_are_named(graph, tmp_path):
     with pytest.raises(UserError, match="model.kind=graphsage needs a source of neighborhoods"):
         graphsage(ClickStream(), SGD(lr=0.1), dim=8, hidden=6)  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError, match="wanted two shares of the labeled nodes below 1, or two numbers"):
-        open_graph(graph, train=0.5, validation=30)
+        open_graph(graph, split={"train": 0.5, "validation": 30})
 
 
 @pytest.mark.parametrize(("train", "validation"), [(20, 30), (0.6, 0.2), (20, 0)])
 def test_every_labeled_node_is_in_one_part(graph, train, validation):
-    source = open_graph(graph, train=train, validation=validation, draws=3)
-    parts = [part._nodes for part in (source, source.evaluation(), source.test())]
+    source = open_graph(graph, split={"train": train, "validation": validation}, draws=3)
+    parts = [part.nodes for part in (source, source.evaluation(), source.test())]
     assert sorted(np.concatenate(parts).tolist()) == list(range(NUM_NODES))
     if train == 20:
         assert np.bincount(source.graph.labels[parts[0]]).tolist() == [20] * NUM_CLASSES
@@ -114,7 +117,9 @@ def test_every_labeled_node_is_in_one_part(graph, train, validation):
 
 
 def test_samples_are_neighborhoods_and_do_not_depend_on_their_batch(graph):
-    source = open_graph(graph, fanouts=[3, 2], inputs=["words", "node"], train=0.9, validation=0.0, draws=2)
+    source = open_graph(
+        graph, fanouts=[3, 2], inputs=["words", "node"], split={"train": 0.9, "validation": 0.0}, draws=2
+    )
     indices = np.arange(source.size)
     batch = source.take(indices)
     assert len(batch.features) == 2 * source.num_positions == 2 * 10
@@ -139,17 +144,17 @@ def test_nodes_without_a_label_are_neighbors_only(graph, tmp_path):
     arrays = dict(np.load(graph))
     arrays["labels"] = np.where(np.arange(NUM_NODES) % 2 == 1, -1, arrays["labels"])
     np.savez(tmp_path / "half.npz", **arrays)
-    source = open_graph(str(tmp_path / "half.npz"), inputs=["node"], train=0.8, validation=0.0)
+    source = open_graph(str(tmp_path / "half.npz"), inputs=["node"], split={"train": 0.8, "validation": 0.0})
     nodes_PB = source.take(np.arange(source.size)).values.reshape(source.num_positions, -1)
     assert (nodes_PB[0] % 2 == 0).all() and (nodes_PB[1] % 2 == 1).any()
-    assert len(source._nodes) == 96
+    assert len(source.nodes) == 96
 
 
 def test_a_graph_that_changes_during_a_run_is_named(graph, tmp_path):
     source = open_graph(graph)
     write_npz(tmp_path / "graph.npz", seed=1)
     with pytest.raises(UserError, match="graph.npz has changed since the run began"):
-        graph_module.open_graph_once.cache_clear()
+        graph_files.open_graph_once.cache_clear()
         source.test().take(np.arange(3))
 
 
@@ -207,6 +212,127 @@ def test_graphsage_equals_its_formula(graph, inputs):
     torch.testing.assert_close(model.loss(model(batch), batch), losses.mean())
 
 
+def _dense_matrices(source: Neighborhoods) -> tuple[torch.Tensor, torch.Tensor]:
+    """The matrix (N, N) of means over neighbors and that of means over words, (N, words)."""
+    graph = source.graph
+    means, words = (torch.zeros(NUM_NODES, num, dtype=torch.float64) for num in (NUM_NODES, graph.num_words))
+    for node in range(NUM_NODES):
+        near = graph.neighbors.concatenate(np.array([node]))
+        means[node, near if len(near) else [node]] = 1 / max(1, len(near))
+        words[node, graph.words.concatenate(np.array([node]))] = 1 / len(graph.words.concatenate(np.array([node])))
+    return means, words
+
+
+@pytest.mark.parametrize("dim", [0, 8])
+@pytest.mark.parametrize("fanouts", [[3], [3, 2], [2, 2, 2]])
+def test_scores_over_all_neighbors_equal_products_with_dense_matrices(graph, dim, fanouts, monkeypatch):
+    monkeypatch.setattr(graphsage_module, "NEIGHBORS_AT_ONCE", 100)
+    monkeypatch.setattr(full_graph, "SAMPLES_AT_ONCE", 3)
+    source = open_graph(graph, fanouts=fanouts, word_dropout=0.5)
+    model: Any = graphsage(source, SGD(lr=0.1), dim=dim, hidden=6, dropout=0.5).eval()
+    model.sparse.hold({"words": "float64"})
+    model.dense.double()
+    means, words = _dense_matrices(source)
+    x = words @ model.sparse.weight("words")
+    for layer in model.dense.layers:
+        weight = getattr(layer, "weight", None)
+        if weight is None:  # in the tables
+            x = x[:, : len(layer.bias)] + means @ x[:, len(layer.bias) :] + layer.bias
+        else:
+            own, other = weight.chunk(2, 1)
+            x = x @ own.T + means @ x @ other.T + layer.bias
+        x = x if layer is model.dense.layers[-1] else x.relu()
+    torch.testing.assert_close(full_graph.score_nodes(model, source), x, rtol=1e-10, atol=1e-12)
+
+
+def test_where_all_neighbors_are_drawn_equally_often_both_scores_agree(tmp_path):
+    """A cycle: two draws of a position whose two neighbors are drawn once each have the mean over both."""
+    nodes = np.arange(12)
+    both = np.stack([(nodes - 1) % 12, (nodes + 1) % 12], 1)
+    np.savez(tmp_path / "cycle.npz", labels=nodes % 2, adj_indptr=2 * np.arange(13), adj_indices=both.ravel())
+    source = open_graph(str(tmp_path / "cycle.npz"), fanouts=[2, 2], split={"train": 0.5, "validation": 0.0})
+    model: Any = graphsage(source, SGD(lr=0.1), hidden=6).eval()
+    near = nodes[None]
+    levels = [near]
+    for _ in range(2):
+        near = np.stack([(near - 1) % 12, (near + 1) % 12], 1).reshape(-1, 12)
+        levels.append(near)
+    batch = to_batch(source.batch_of(np.concatenate(levels), nodes))
+    torch.testing.assert_close(model(batch), full_graph.score_nodes(model, source))
+
+
+def test_tables_with_the_weights_of_the_first_layer_equal_its_formula(graph):
+    source = open_graph(graph, fanouts=[3, 2], inputs=["words", "node"])
+    model: Any = graphsage(source, SGD(lr=0.1), hidden=6)
+    batch = to_batch(source.take(np.arange(16)))
+    vectors = model.sparse(batch)
+    x = [vectors[f"words{position}"] + vectors[f"node{position}"] for position in range(source.num_positions)]
+    first, second = model.dense.layers
+    inner = [
+        (x[node][:, :6] + sum(x[child][:, 6:] for child in children) / len(children) + first.bias).relu()
+        for node, children in ((0, (1, 2, 3)), (1, (4, 5)), (2, (6, 7)), (3, (8, 9)))
+    ]
+    torch.testing.assert_close(model(batch), second(torch.cat([inner[0], sum(inner[1:]) / 3], 1)))
+
+
+def test_numeric_features_are_inputs_with_and_without_tables(graph, tmp_path):
+    """Numeric features that count words by one are the same model as tables of these words."""
+    words = open_graph(graph, fanouts=[3, 2])
+    numbers = _dense_matrices(words)[1].numpy()
+    np.savez(tmp_path / "numbers.npz", **dict(np.load(graph)), features=numbers)
+    by_words = open_graph(str(tmp_path / "numbers.npz"), fanouts=[3, 2], inputs=["words"])
+    by_numbers = open_graph(str(tmp_path / "numbers.npz"), fanouts=[3, 2], inputs=["features"])
+    assert open_graph(str(tmp_path / "numbers.npz")).inputs == ("words", "features")
+    one: Any = graphsage(by_words, SGD(lr=0.1), hidden=6)
+    other: Any = graphsage(by_numbers, None, hidden=6)
+    with torch.no_grad():
+        other.dense.numbers.weight.copy_(one.sparse.weight("words").T)
+        other.dense.layers.load_state_dict(one.dense.layers.state_dict())
+    batches = [to_batch(source.take(np.arange(20))) for source in (by_words, by_numbers)]
+    assert batches[1].features.features == () and batches[1].batch_size == 20
+    torch.testing.assert_close(other(batches[1]), one(batches[0]))
+    torch.testing.assert_close(full_graph.score_nodes(other, by_numbers), full_graph.score_nodes(one, by_words))
+    with pytest.raises(UserError, match=r"model.dim=8, but the source has no ids"):
+        graphsage(by_numbers, None, hidden=6, dim=8)
+    with pytest.raises(UserError, match=r"section \[tables\] is missing; the model has tables of words"):
+        graphsage(by_words, None, hidden=6)
+
+
+def test_dropped_words_are_a_share_of_each_position_and_of_training_only(graph):
+    source, whole = (open_graph(graph, draws=20, word_dropout=share) for share in (0.3, 0.0))
+    indices = np.arange(source.size)
+    some, every = source.take(indices), whole.take(indices)
+    assert np.array_equal(every.labels["class"], some.labels["class"]) and (some.lengths <= every.lengths).all()
+    kept = some.lengths.sum(1) / every.lengths.sum(1)
+    assert abs(kept - 0.7).max() < 0.03 and abs(kept.mean() - 0.7) < 0.005
+    ends, starts = some.lengths.ravel().cumsum(), every.lengths.ravel().cumsum()
+    bags = zip(np.split(some.values, ends[:-1]), np.split(every.values, starts[:-1]), strict=True)
+    assert all(set(few) <= set(many) for few, many in list(bags)[:2000])
+    part = source.take(indices[40:60])
+    assert np.array_equal(part.lengths, some.lengths[:, 40:60])
+    assert np.array_equal(source.test().take(indices[:9]).values, whole.test().take(indices[:9]).values)
+    with pytest.raises(UserError, match=r"data.word_dropout=1.0; wanted a share of the words"):
+        open_graph(graph, word_dropout=1.0)
+
+
+def test_parts_of_the_largest_component(tmp_path):
+    """Two paths, of 30 and 40 nodes: the parts have nodes of the second only."""
+    edges = [(a, a + 1) for a in range(69) if a != 29]
+    starts = np.searchsorted([a for a, _ in edges], np.arange(71))
+    np.savez(
+        tmp_path / "paths.npz",
+        labels=np.arange(70) % 2,
+        adj_indptr=starts,
+        adj_indices=[b for _, b in edges],
+    )
+    source = open_graph(str(tmp_path / "paths.npz"), split={"train": 5, "validation": 5, "largest_component": True})
+    parts = [part.nodes for part in (source, source.evaluation(), source.test())]
+    assert [len(part) for part in parts] == [10, 10, 20]
+    assert sorted(np.concatenate(parts)) == list(range(30, 70))
+    with pytest.raises(UserError, match="data.split"):
+        open_graph(str(tmp_path / "paths.npz"), split={"component": True})
+
+
 SMALL = (
     *("data.fanouts=[4, 3]", "model.dim=16", "model.hidden=16", "train.steps=60", "train.eval_every=30"),
     *("train.batch_size=32", "train.log_every=20"),
@@ -221,7 +347,8 @@ def test_the_recipe_learns_communities_and_shows_its_accuracy(graph, tmp_path, m
     assert test["accuracy"] > 0.85  # words alone: about 0.8
     assert [line["kind"] for line in lines if "accuracy" in line].count("eval") == 2
     page = render(run).read_text()
-    assert "Accuracy" in page and "normalized entropy" not in page
+    assert "Accuracy, all neighbors" in page and "normalized entropy" not in page
+    assert test["accuracy_all_neighbors"] > 0.85
 
 
 def _by_feature(batch: NumpyBatch, samples: int) -> list[np.ndarray]:

@@ -309,10 +309,22 @@ class Neighborhoods:
     fanouts: tuple[int, ...] = (2,)
     num_positions: int = 3
     num_classes: int = 4
+    num_numbers: int = 0
 
     @property
     def tables(self) -> dict[str, int]:
         return {"words": 30}
+
+
+@dataclass(frozen=True)
+class NumericNeighborhoods(Neighborhoods):
+    """The same nodes with numeric features in place of words."""
+
+    num_numbers: int = 5
+
+    @property
+    def tables(self) -> dict[str, int]:
+        return {}
 
 
 ARGUMENTS = {
@@ -348,7 +360,8 @@ def test_every_model_trains_with_and_without_numeric_features(name, num_dense):
 @pytest.mark.parametrize("recipe", config.recipes())
 def test_every_recipe_builds_its_model(recipe):
     settings = config.load(recipe)
-    sources = {"synthetic": ClickStream(), "tokens": Grammar(), "graph": Neighborhoods()}
+    graph = NumericNeighborhoods() if settings.tables is None else Neighborhoods()
+    sources = {"synthetic": ClickStream(), "tokens": Grammar(), "graph": graph, "synthetic_graph": graph}
     source = sources.get(settings.data.kind, FeatureSource(13))
     model = make_model(settings, source)  # pyright: ignore[reportArgumentType]
     assert (sparse_of(model) is None) == (settings.tables is None) and all(p.is_meta for p in model.parameters())

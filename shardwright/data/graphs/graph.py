@@ -1,33 +1,18 @@
-"""Graphs of labeled nodes, read from files.
-
-An .npz file has the arrays adj_indptr, adj_indices and labels, and feat_indptr and feat_indices (or attr_...) if nodes
-have words: compressed sparse rows. A folder has edges.csv: two nodes a line; labels.csv: a node and its class, or the
-classes of all nodes in order; and words.csv, if nodes have words: a node and a word. A comma, tab or space separates
-columns; names may end in .txt, .tsv, .gz or .zst; leading lines that begin with # are skipped.
+"""Graphs of labeled nodes, as their files give them and as training reads them.
 
 Worker processes import this file; it must not import torch.
 
-Shape legend: N nodes, E edges, K pairs.
+Shape legend: N nodes, E edges, K pairs, F numeric features.
 """
 
-import hashlib
-import zipfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import numpy as np
-import pyarrow as pa
-from pyarrow import csv
 
-from shardwright.data.logs.convert import fingerprint
 from shardwright.errors import UserError
 
 UNLABELED = -1
-WORD_ARRAYS = ("feat", "attr")
-OTHER_INPUTS = ("attr_matrix", "features", "feat", "x")  # arrays of dense features, which are not read
-SEPARATORS = (",", "\t", " ")
+PARTS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +48,8 @@ class Graph:
     neighbors: Lists
     words: Lists
     labels: np.ndarray  # (N,) a class from 0, or UNLABELED
+    numbers: np.ndarray | None = None  # (N, F) float32
+    parts: dict[str, np.ndarray] | None = None  # the nodes of each of PARTS, where files give them
 
     @property
     def num_nodes(self) -> int:
@@ -76,35 +63,30 @@ class Graph:
     def num_words(self) -> int:
         return int(self.words.values.max()) + 1 if len(self.words.values) else 0
 
-
-def graph_digest(path: str) -> str:
-    """Identifies the contents of a graph's files."""
-    source = Path(path)
-    if source.is_dir():
-        paths = [own for name in ("edges", "labels", "words") for own in _files_named(source, name)]
-    else:
-        paths = [source] if source.exists() else []
-    return hashlib.sha256(repr([entry[1::2] for entry in fingerprint(paths)]).encode()).hexdigest()[:16]
+    @property
+    def num_numbers(self) -> int:
+        return 0 if self.numbers is None else self.numbers.shape[1]
 
 
-@lru_cache(maxsize=2)
-def open_graph_once(path: str, digest: str) -> Graph:
-    """The graph of this digest; read once by a process."""
-    graph = read_graph(path)
-    if graph_digest(path) != digest:
-        raise UserError(f"{path} has changed since the run began: restore it, or begin another run")
-    return graph
+def no_pairs() -> np.ndarray:
+    return np.empty((0, 2), np.int64)
 
 
-def read_graph(path: str) -> Graph:
-    """Read a graph from an .npz file or a folder of text files."""
-    source = Path(path)
-    if not source.exists():
-        raise UserError(
-            f"{path}: no such file or folder; wanted an .npz file, or a folder with edges.csv and labels.csv"
-        )
-    edges_E2, words_K2, labels = _read_folder(source) if source.is_dir() else _read_npz(source)
-    _check(path, edges_E2, words_K2, labels)
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """What the files of a graph contain, not yet checked."""
+
+    edges_E2: np.ndarray
+    labels: np.ndarray
+    words_K2: np.ndarray = field(default_factory=no_pairs)  # a node and a word
+    numbers: np.ndarray | None = None
+    parts: dict[str, np.ndarray] | None = None
+
+
+def build_graph(path: str, contents: Contents) -> Graph:
+    """Check the contents of `path` and make a graph of them."""
+    _check(path, contents)
+    labels, edges_E2, words_K2 = contents.labels, contents.edges_E2, contents.words_K2
     edges_E2 = edges_E2[edges_E2[:, 0] != edges_E2[:, 1]]
     if not edges_E2.size:
         raise UserError(f"{path}: no edges between different nodes")
@@ -113,12 +95,29 @@ def read_graph(path: str) -> Graph:
         Lists.from_pairs(both_E2[:, 0], both_E2[:, 1], len(labels)),
         Lists.from_pairs(words_K2[:, 0], words_K2[:, 1], len(labels)),
         labels,
+        None if contents.numbers is None else np.ascontiguousarray(contents.numbers, np.float32),
+        contents.parts,
     )
 
 
-def _check(path: str, edges_E2: np.ndarray, words_K2: np.ndarray, labels: np.ndarray) -> None:
+def largest_component(neighbors: Lists) -> np.ndarray:
+    """(N,) whether each node is in the largest connected component."""
+    num_nodes = len(neighbors.starts) - 1
+    owners = np.repeat(np.arange(num_nodes), np.diff(neighbors.starts))
+    component, before = np.arange(num_nodes), None
+    while before is None or not np.array_equal(component, before):
+        before = component.copy()
+        np.minimum.at(component, owners, before[neighbors.values])
+        component = component[component]  # of the node that names the component so far
+    return component == np.bincount(component).argmax()
+
+
+def _check(path: str, contents: Contents) -> None:
     """Raise an error that names the first wrong number."""
-    for name, nodes in (("an edge", edges_E2), ("a word", words_K2[:, 0])):
+    labels, words_K2 = contents.labels, contents.words_K2
+    named = [("an edge", contents.edges_E2), ("a word", words_K2[:, 0])]
+    named += [(f"the {name} part has a node: that", nodes) for name, nodes in (contents.parts or {}).items()]
+    for name, nodes in named:
         wrong = nodes[(nodes < 0) | (nodes >= len(labels))]
         if wrong.size:
             raise UserError(f"{path}: {name} of node {wrong[0]}; there are labels for {len(labels):,} nodes, from 0")
@@ -131,93 +130,18 @@ def _check(path: str, edges_E2: np.ndarray, words_K2: np.ndarray, labels: np.nda
         )
     if len(np.unique(labels[labels != UNLABELED])) < 2:
         raise UserError(f"{path}: the labels have fewer than two classes; there is nothing to predict")
+    if contents.numbers is not None:
+        _check_numbers(path, contents.numbers, len(labels))
+    for name, nodes in (contents.parts or {}).items():
+        if (wrong := nodes[labels[nodes] == UNLABELED]).size:
+            raise UserError(f"{path}: node {wrong[0]} of the {name} part has no label")
 
 
-def _read_npz(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(edges, pairs of node and word, labels)."""
-    try:
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: not an .npz file of plain arrays: {error}") from error
-    for name in ("adj_indptr", "adj_indices", "labels"):
-        _require(path, arrays, name)
-    words = next((name for name in WORD_ARRAYS if f"{name}_indptr" in arrays), None)
-    if words is None and (others := sorted(set(OTHER_INPUTS) & set(arrays))):
-        raise UserError(
-            f'{path}: features in array "{others[0]}" are not read; give the words of nodes as feat_indptr and '
-            "feat_indices, or drop the array to train on the nodes' numbers"
-        )
-    labels = arrays["labels"]
-    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
-        raise UserError(f"{path}: labels are {labels.dtype} {labels.shape}; wanted a whole number for each node")
-    pairs = _pairs(path, arrays, words) if words else np.empty((0, 2), np.int64)
-    return _pairs(path, arrays, "adj"), pairs, labels.astype(np.int64)
-
-
-def _require(path: Path, arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    if name not in arrays:
-        raise UserError(f"{path}: no array {name}; it has {', '.join(sorted(arrays)) or 'none'}")
-    return arrays[name]
-
-
-def _pairs(path: Path, arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    """(K, 2) row and column of each entry of compressed sparse rows."""
-    starts, values = (_require(path, arrays, f"{name}_{part}") for part in ("indptr", "indices"))
-    if (
-        starts.ndim != 1
-        or values.ndim != 1
-        or not len(starts)
-        or starts[-1] != len(values)
-        or (np.diff(starts) < 0).any()
-    ):
-        raise UserError(
-            f"{path}: {name}_indptr {starts.shape} and {name}_indices {values.shape} are not compressed sparse rows"
-        )
-    return np.stack([np.repeat(np.arange(len(starts) - 1), np.diff(starts)), values], 1).astype(np.int64)
-
-
-def _read_folder(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(edges, pairs of node and word, labels)."""
-    edges, words = _read_columns(folder, "edges"), _read_columns(folder, "words", optional=True)
-    labels = _read_columns(folder, "labels", (1, 2))
-    if labels.shape[1] == 1:
-        return edges, words, labels[:, 0]
-    nodes, counts = np.unique(labels[:, 0], return_counts=True)
-    if nodes.size and nodes[0] < 0:
-        raise UserError(f"{folder}: a label of node {nodes[0]}; nodes are numbered from 0")
-    if (counts > 1).any():
-        raise UserError(f"{folder}: node {nodes[counts > 1][0]} has several labels")
-    num_nodes = 1 + max(int(part.max(initial=-1)) for part in (edges, words[:, 0], nodes))
-    by_node = np.full(num_nodes, UNLABELED)
-    by_node[labels[:, 0]] = labels[:, 1]
-    return edges, words, by_node
-
-
-def _files_named(folder: Path, name: str) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_file() and path.name.split(".")[0] == name)
-
-
-def _read_columns(folder: Path, name: str, widths: Sequence[int] = (2,), *, optional: bool = False) -> np.ndarray:
-    """The whole numbers of a text file, (lines, columns)."""
-    paths = _files_named(folder, name)
-    if not paths and optional:
-        return np.empty((0, 2), np.int64)
-    if len(paths) != 1:
-        contents = ", ".join(path.name for path in sorted(folder.iterdir())) or "nothing"
-        raise UserError(f"{folder}: {len(paths)} files named {name}.*, wanted one; the folder has {contents}")
-    with pa.input_stream(str(paths[0]), compression="detect") as stream:
-        lines = stream.read().lstrip().split(b"\n", 1)
-        while lines[0].startswith(b"#") and len(lines) > 1:
-            lines = lines[1].split(b"\n", 1)
-    separator = next((each for each in SEPARATORS if each.encode() in lines[0].strip()), ",")
-    options = csv.ReadOptions(autogenerate_column_names=True)
-    try:
-        table = csv.read_csv(pa.BufferReader(b"\n".join(lines)), options, csv.ParseOptions(delimiter=separator))
-        columns = [column.to_numpy().astype(np.int64, casting="same_kind") for column in table.columns]
-    except (pa.ArrowInvalid, TypeError) as error:
-        raise UserError(f"{paths[0]}: not lines of whole numbers (a header begins with #): {error}") from error
-    if len(columns) not in widths:
-        wanted = " or ".join(map(str, widths))
-        raise UserError(f"{paths[0]}: {len(columns)} columns a line; wanted {wanted}")
-    return np.stack(columns, 1)
+def _check_numbers(path: str, numbers: np.ndarray, num_nodes: int) -> None:
+    if numbers.ndim != 2 or len(numbers) != num_nodes or not numbers.shape[1]:
+        raise UserError(f"{path}: numeric features are {numbers.shape}; wanted a row for each of {num_nodes:,} nodes")
+    if not (np.issubdtype(numbers.dtype, np.floating) or np.issubdtype(numbers.dtype, np.integer)):
+        raise UserError(f"{path}: numeric features are {numbers.dtype}; wanted numbers")
+    if not np.isfinite(numbers).all():
+        node, column = np.argwhere(~np.isfinite(numbers))[0]
+        raise UserError(f"{path}: numeric feature {column} of node {node} is {numbers[node, column]}; clean or drop it")

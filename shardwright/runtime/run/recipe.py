@@ -13,6 +13,7 @@ from torch import nn
 
 from shardwright.config import OpenSection, Settings, resolve_name
 from shardwright.data.features.transforms import Transforms
+from shardwright.data.graphs.communities import open_synthetic_graph
 from shardwright.data.graphs.neighborhoods import Neighborhoods, open_graph
 from shardwright.data.loading.loader import Loader
 from shardwright.data.logs.click_log import open_log
@@ -53,7 +54,8 @@ def evaluation_source(settings: Settings, source: Source, position: int) -> Subs
         )
     samples = held_out()
     if samples.size == 0:
-        key = "data.validation" if isinstance(source, TokenSequences | Neighborhoods) else "data.split.test"
+        keys = {TokenSequences: "data.validation", Neighborhoods: "data.split.validation"}
+        key = keys.get(type(source), "data.split.test")
         raise UserError(f"no samples are held out to evaluate on: raise {key}, or set train.eval_samples=0")
     return Subset(samples, 0, size if samples.size is None else min(size, samples.size))
 
@@ -133,6 +135,7 @@ SOURCES = MappingProxyType(
         "tokens": open_tokens,
         "stream": open_stream,
         "graph": open_graph,
+        "synthetic_graph": open_synthetic_graph,
         **{kind: partial(open_log, kind) for kind in LOG_KINDS},
     }
 )

@@ -35,7 +35,7 @@ from shardwright.runtime.launch.signals import SECONDS_TO_END_STEP, StopRequest,
 from shardwright.runtime.outputs import Output
 from shardwright.runtime.planning import plan_run
 from shardwright.runtime.rank_group import RankGroup
-from shardwright.runtime.run import learning_rate, metrics, recipe
+from shardwright.runtime.run import full_graph, learning_rate, metrics, recipe
 from shardwright.runtime.run.directory import RunDirectory, resume_hint
 from shardwright.runtime.run.generate_text import generate_text
 from shardwright.runtime.run.machine import MachineMeter
@@ -353,7 +353,8 @@ class Trainer:
                 window.update(output)
                 self.stop_request.restart_time_limit()
         values = self.rank_group.all_gather_window(window).compute()
-        self.evaluation = self._log(kind, values | recipe.best_scores(held_out, values))
+        values |= recipe.best_scores(held_out, values) | full_graph.scores(self.job, held_out)
+        self.evaluation = self._log(kind, values)
 
     def _checkpoint(self) -> None:
         """Begin a checkpoint, delete best states that no kept checkpoint refers to, and write the trace."""
