@@ -7,10 +7,12 @@ import pytest
 from test_planner import make_cluster
 from test_row_tiers import LARGE, ROWS, cluster_with
 from test_staleness import RANKS, skewed_workload, slow_cluster
+from torch import nn
 from typer.testing import CliRunner
 
 from shardwright import config
 from shardwright.cli import app
+from shardwright.config import TrainSettings
 from shardwright.errors import UserError
 from shardwright.planner import dense_strategies, reprice, search
 from shardwright.planner.pins import TableRequest
@@ -19,6 +21,7 @@ from shardwright.planner.problem import ServerRequest
 from shardwright.planner.step import server_calls
 from shardwright.planner.tables import cache_hits
 from shardwright.runtime import planning
+from shardwright.runtime.memory_check import table_bytes_by_purpose
 from shardwright.runtime.planning import preview
 from shardwright.runtime.supported import cached_rows, is_cached_from_servers
 from shardwright.spec import files
@@ -140,6 +143,10 @@ def test_servers_own_all_rows_and_ranks_have_copies():
         sync = planned.placement.sync
         assert isinstance(sync, Bounded) and (sync.pull, sync.push) == (0, 0)
         assert min(table.rows, 2 * LARGE.batch_size // 2) <= sync.copies <= table.rows + 31
+    needs = table_bytes_by_purpose(LARGE, result.plan, nn.Module(), (0, 1), TrainSettings.model_validate({}))
+    loads = [load.copied for load in result.candidate.problem.row_exchange_loads]
+    assert needs["copies of rows of other ranks"] == 2 * sum(copied.bytes_ for copied in loads if copied is not None)
+    assert needs["weights"] == 0, "servers have them"
     copies = result.candidate.problem.bytes_on_every_rank(result.candidate.placed)
     assert 0.6 * 0.9 * MEMORY < copies < 0.9 * MEMORY, "copies take the memory that is left"
     assert any(stage.name == "fetch" for stage in result.plan.stages)
