@@ -65,6 +65,7 @@ BLOCKING: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "runtime/agreement.py": (),
         "runtime/bindings.py": ("wait_for_end",),
         "runtime/rank_group.py": (),
+        "runtime/run/started_servers.py": (),  # for processes
         # Inside one stage, whose event includes the wait: "ids" (sizes of id weights), "update", and "step".
         "dense/clip_grad_norm.py": (),
         "embeddings/update.py": ("_gradient_sums", "_gather_replicas", "_finish_column_shards"),

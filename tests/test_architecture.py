@@ -48,7 +48,7 @@ FROZEN_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("recipe", ()),
     ("report", ("--output",)),
     ("serve", ("--follow", "--host", "--port", "--verify")),
-    ("serve-tables", ("--bind", "--journal", "--keys", "--new-keys")),
+    ("serve-tables", ("--bind", "--journal", "--keys", "--new-keys", "--parent")),
     ("train", ("--dry-run",)),
 )
 

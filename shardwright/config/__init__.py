@@ -3,40 +3,23 @@
 import difflib
 import importlib
 import os
-import re
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from shardwright.config.overrides import apply_overrides
+from shardwright.config.sections import OpenSection, Section, parse_bytes
+from shardwright.config.servers import ServerSettings
 from shardwright.errors import UserError, check_regular_file, did_you_mean, shorten
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 Filled = TypeVar("Filled")
-BYTE_UNITS = MappingProxyType({"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12})
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class OpenSection(BaseModel):
-    """A section with a `kind`; its other keys are the arguments of the class or function of that kind."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
-
-    kind: str = Field(description='a built-in name, or "module:attribute" of your code')
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return dict(self.model_extra or {})
 
 
 class RunSettings(Section):
@@ -113,14 +96,6 @@ class TrainSettings(Section):
         return self.batch_size * self.accumulate
 
 
-def parse_bytes(text: str) -> int:
-    """A number of bytes from text such as "4 GB"; raises ValueError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(kB|MB|GB|TB)", text.strip())
-    if match is None:
-        raise ValueError(f'"{text}" is not a number of bytes; wanted one with a unit (kB, MB, GB, TB), as "4 GB"')
-    return int(float(match[1]) * BYTE_UNITS[match[2]])
-
-
 class PlanSettings(Section):
     cluster: str = Field(
         "", description="plan several ranks for this file from `shardwright measure`, or preset; empty: not measured"
@@ -129,7 +104,7 @@ class PlanSettings(Section):
         default_factory=dict, description='sharding scheme to use, by table: "row", "column:4", "table@3"'
     )
     memory: str = Field(
-        "", description='memory of each rank, "4 GB"; rows that do not fit are on disk, below TMPDIR; empty: all of it'
+        "", description='memory of each rank, "4 GB"; other rows are on disk, or on table servers; empty: all of it'
     )
     hits: str = Field(default="", description="hits of caches that `shardwright cache-sim --write` recorded, a file")
     balance: tuple[float, float] | None = Field(
@@ -203,6 +178,7 @@ class Settings(Section):
     dense: DenseSettings = Field(default_factory=lambda: DenseSettings(kind="Adam"))  # pyright: ignore[reportCallIssue]
     train: TrainSettings = Field(default_factory=TrainSettings)  # pyright: ignore[reportArgumentType]
     plan: PlanSettings = Field(default_factory=PlanSettings)  # pyright: ignore[reportArgumentType]
+    servers: ServerSettings = Field(default_factory=ServerSettings)  # pyright: ignore[reportArgumentType]
 
 
 def resolve_name(key: str, name: str, built_in: Mapping[str, Any]) -> Any:
@@ -311,15 +287,17 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Settings:
 class _Planning(Section):
     allow: tuple[str, ...] = Field((), strict=False)
     plan: PlanSettings = Field(default_factory=PlanSettings)  # pyright: ignore[reportArgumentType]
+    servers: ServerSettings = Field(default_factory=ServerSettings)  # pyright: ignore[reportArgumentType]
 
 
-def parse_planning(values: dict[str, Any], where: str) -> tuple[tuple[str, ...], PlanSettings]:
-    """Parse `allow` and `plan`, the keys that apply to a workload without a recipe."""
+def parse_planning(values: dict[str, Any], where: str) -> tuple[tuple[str, ...], PlanSettings, ServerSettings]:
+    """Parse `allow`, `plan` and `servers`, the keys that apply to a workload without a recipe."""
     try:
         planning = _Planning.model_validate(values)
     except ValidationError as error:
         raise UserError(f"{where}: {_format_validation_error(error, _Planning)}") from None
-    return planning.allow, planning.plan
+    planning.servers.check(where)
+    return planning.allow, planning.plan, planning.servers
 
 
 def parse(values: dict[str, Any], *, where: str) -> Settings:
@@ -344,6 +322,7 @@ def parse(values: dict[str, Any], *, where: str) -> Settings:
         raise UserError(f"{where}: train.patience={train.patience} needs evaluations; set train.eval_samples")
     if settings.data.reader_keys and not settings.data.readers:
         raise UserError(f"{where}: data.reader_keys={settings.data.reader_keys} without data.readers; set data.readers")
+    settings.servers.check(where)
     if (train.scale_rates == "none") != (train.base_batch == 0):
         raise UserError(
             f"{where}: train.scale_rates={train.scale_rates} with train.base_batch={train.base_batch}; to scale "

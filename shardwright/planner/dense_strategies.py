@@ -24,6 +24,7 @@ from shardwright.planner.search import Candidate
 from shardwright.planner.step import prediction, tasks
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Dense, Recompute, RecomputePolicy
+from shardwright.spec.row_cache import SERVERS
 from shardwright.spec.workload import Block, Workload
 
 RECOMPUTE_GRANULARITY = MappingProxyType[RecomputePolicy, str]({"products": "selective", "nothing": "full"})
@@ -87,7 +88,8 @@ def all_strategies(workload: Workload, cluster: Cluster) -> tuple[DenseStrategy,
     """All strategies that differ for this model and cluster, the smallest set of techniques first."""
     strategies: list[DenseStrategy] = []
     movable = tuple(block.name for block in workload.blocks if _can_move(block))
-    offloads = ((), movable) if len(cluster.device.tiers) > 1 else ((),)
+    has_slower = any(tier.name != SERVERS for tier in cluster.device.tiers[1:])
+    offloads = ((), movable) if has_slower else ((),)
     axes = [*_mesh_axes(cluster)][: None if movable else 1]
     for num_levels, (name, replicate, shard) in enumerate(axes):
         for policy in (None, "products", "nothing"):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwright.errors import UserError, did_you_mean
-from shardwright.planner.problem import Problem
+from shardwright.planner.problem import Problem, ServerRequest
 from shardwright.planner.tables.schemes import all_schemes, find_scheme
 from shardwright.planner.tables.sharding import Sharding
 from shardwright.spec.cluster import Cluster
@@ -71,7 +71,9 @@ class LayerRequest:
 @dataclass(frozen=True, slots=True)
 class TableRequest:
     """What the user sets for all embedding tables. `balance`: the weights of work and of bytes sent that they are
-    placed by; None: several are tried. `accumulate`: batches of an optimizer step, whose rows are in memory at once."""
+    placed by; None: several are tried. `accumulate`: batches of an optimizer step, whose rows are in memory at once.
+    `servers`: None: there are none."""
 
     balance: tuple[float, float] | None = None
     accumulate: int = 1
+    servers: ServerRequest | None = None

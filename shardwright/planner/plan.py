@@ -9,8 +9,9 @@ from math import inf
 from types import MappingProxyType
 
 from shardwright.errors import UserError, did_you_mean
-from shardwright.planner import dense_strategies, expert_split, pipelines, search, staleness
+from shardwright.planner import dense_strategies, expert_split, owned_rows, pipelines, search, servers, staleness
 from shardwright.planner.pins import LayerRequest, Pin, TableRequest, parse_pin
+from shardwright.planner.price import overheads
 from shardwright.planner.price.roofline import ResourceUsage, bytes_by_level
 from shardwright.planner.problem import PlacedTables, Precision, Problem
 from shardwright.planner.reasons import exact_precision, list_reasons
@@ -19,7 +20,7 @@ from shardwright.planner.step import block_stages, pipeline_step, tasks, traffic
 from shardwright.planner.tables.sharding import split_rows_by_order
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.lanes import EXPERT_LANES, LANES, PIPELINE_LANES
-from shardwright.spec.plan import TABLE_DTYPES, Exact, ExchangeMode, Placement, Plan, Rect, TablePlan, Wire
+from shardwright.spec.plan import TABLE_DTYPES, Bounded, Exact, ExchangeMode, Placement, Plan, Rect, TablePlan, Wire
 from shardwright.spec.row_cache import FLOAT32_LINES
 from shardwright.spec.workload import Dtype, Workload, state_dtype, table_weight_dtype
 
@@ -60,18 +61,26 @@ def make_plan(
     for name in parsed_pins:
         if name not in names:
             raise UserError(f'pin of unknown table "{name}"{did_you_mean(name, names)}')
+    request = tables.servers if not torchrec else None  # which has no servers
+    if request is not None:
+        servers.check_request(workload, request, parsed_pins)
 
     def define_problem(precision: Precision) -> Problem:
         problem = search.define_problem(
             workload, cluster, batch_size or workload.batch_size, precision, torchrec=torchrec
         )
         wide, accumulate = FLOAT32_LINES in allow, tables.accumulate
-        return replace(
+        problem = replace(
             problem, dense_strategy=layers.dense, balance=tables.balance, accumulate=accumulate, wide_lines=wide
         )
+        problem = servers.with_servers(problem, request)
+        return owned_rows.give_rows(problem, owned_rows.EXACT) if owns else problem
 
     exact = exact_precision(workload)
-    lowest = lowest_precision(allow, cluster, exact)
+    lowest = servers.supported_precision(lowest_precision(allow, cluster, exact), exact, request)
+    owns = request is not None and request.own
+    if owns:
+        owned_rows.check_owned(define_problem(exact))
     pipelines.check_request(define_problem(exact), layers)
     expert_split.check_request([*pipelines.layouts(define_problem(exact), layers)], layers)
     choice = _choose_experts(define_problem, exact, lowest, parsed_pins, layers)
@@ -80,8 +89,12 @@ def make_plan(
     if (best := choice.candidate) is None:
         raise choice.shortage
     reasons = {"pipeline": pipeline_reason} if pipeline_reason else {}
-    best, staleness_reason = _choose_staleness(define_problem(exact), best, parsed_pins, allow)
-    reasons |= {"staleness": staleness_reason} if staleness_reason else {}
+    if owns:
+        best, reasons["servers"] = _choose_bounds(best, parsed_pins, allow)
+    else:
+        best, staleness_reason = _choose_staleness(define_problem(exact), best, parsed_pins, allow)
+        reasons |= {"staleness": staleness_reason} if staleness_reason else {}
+        reasons |= {"servers": use} if (use := servers.describe_use(best)) else {}
     if workload.experts and cluster.num_ranks > 1:
         reasons["experts"] = expert_split.describe_split(best, choice.unsplit_seconds, layers)
     replicated = search.with_replicas(best, parsed_pins)
@@ -107,6 +120,19 @@ def _choose_staleness(
         return exact, f"not used: {shortage}"
     is_chosen = bounded.loads.has_copies and bounded.seconds < exact.seconds * (1 - staleness.TIE_SHARE)
     return (bounded if is_chosen else exact), staleness.describe(bounded, exact, is_chosen=is_chosen)
+
+
+def _choose_bounds(exact: Candidate, pins: Mapping[str, Pin], allow: Sequence[str]) -> tuple[Candidate, str]:
+    """The fastest of `exact` and of the candidates in which copies of rows of servers are stale within allowed bounds,
+    and the plan's reason."""
+    problem, bounded = exact.problem, list[Candidate]()
+    for sync in staleness.allowed_bounds(allow, problem.cluster.num_ranks):
+        bounded.append(search.find_best(owned_rows.give_rows(problem, sync), pins))
+    best = min((exact, *bounded), key=lambda candidate: candidate.seconds)
+    if best.seconds >= exact.seconds * (1 - staleness.TIE_SHARE):
+        best = exact
+    rivals = bounded if best is exact else [exact]
+    return best, owned_rows.describe(best, rivals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,11 +243,11 @@ def lowest_precision(allow: Sequence[str], cluster: Cluster, exact: Precision) -
 
 def _to_plan(candidate: Candidate, allow: Sequence[str], why: tuple[tuple[str, str], ...]) -> Plan:
     problem = candidate.problem
-    cluster, precision = problem.cluster, problem.precision
+    precision = problem.precision
     return Plan(
         version=4,
         workload_digest=problem.workload.digest(),
-        cluster_digest=cluster.digest(),
+        cluster_digest=servers.with_servers(problem, None).cluster.digest(),
         allow=tuple(allow),
         axes=problem.mesh_axes,
         lanes=(
@@ -231,6 +257,7 @@ def _to_plan(candidate: Candidate, allow: Sequence[str], why: tuple[tuple[str, s
             *block_stages.extra_lanes(problem),
         ),
         tables=tuple(_to_table_plan(candidate, number) for number in range(len(problem.table_loads))),
+        servers=servers.num_servers(candidate),
         dense=replace(problem.dense, dtype=precision.matmuls, state=precision.moments),
         experts=tuple(part.plan for part in problem.experts),
         wire=Wire(precision.vectors, precision.gradients, precision.dense_gradients),
@@ -248,6 +275,15 @@ def _to_table_plan(candidate: Candidate, number: int) -> TablePlan:
     placement = Placement(candidate.tiers[number].shares, dtype, state_dtype(table.dtype), sync)
     exchange: ExchangeMode = "vectors" if load.local_pooling is None else "rows"
     scheme = candidate.sharding(number).scheme
+    if number in placed.served_tables:
+        assert isinstance(sync, Bounded)
+        whole = Rect(table.name, (0, table.rows), (0, table.dim), (0,))
+        return servers.on_servers(
+            TablePlan(table.name, "id", (whole,), placement),
+            sync,
+            problem.cluster.num_ranks,
+            servers.num_servers(candidate),
+        )
     if number in placed.data_parallel_tables:
         all_ranks = tuple(range(problem.cluster.num_ranks))
         rect = Rect(table.name, (0, table.rows), (0, table.dim), all_ranks)
@@ -296,6 +332,7 @@ def resource_usage(candidate: Candidate) -> ResourceUsage:
         flops = sum(task.flops for task in by_stage.values())
         traffic_RR = traffic.step_traffic(problem, candidate.placed)
     row_bytes = (3 * unit.read_bytes for unit in candidate.placed.units)  # lookup reads, update reads and writes
+    has_host_link = overheads.has_price(problem.cluster.device, "host_to_device", "")
     rows_R = candidate.placed.sum_by_rank(row_bytes, problem.cluster.num_ranks, weight_by_lookups=True)
     return ResourceUsage(
         flops=flops,
@@ -303,5 +340,5 @@ def resource_usage(candidate: Candidate) -> ResourceUsage:
         memory_bytes=int(rows_R.max()),
         link_bytes=bytes_by_level(problem.cluster, traffic_RR),
         shared_link_bytes=bytes_by_level(problem.cluster, traffic_RR, shared=True),
-        host_copy_bytes=int(candidate.loads.moved_bytes_R.max()),
+        host_copy_bytes=int(candidate.loads.moved_bytes_R.max()) if has_host_link else 0,
     )

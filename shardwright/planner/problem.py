@@ -10,7 +10,7 @@ import numpy as np
 from shardwright.planner.price.axis_groups import AxisGroups
 from shardwright.planner.tables.sharding import Sharding, ShardUnit, TableLoad
 from shardwright.spec.axes import SAMPLE_ROLES, Axis
-from shardwright.spec.cluster import Cluster, Level
+from shardwright.spec.cluster import Cluster, Level, Tier
 from shardwright.spec.plan import Dense, ExpertPlan, Pipeline, widest_dtype
 from shardwright.spec.workload import DTYPE_BYTES, Block, Dtype, Mixture, Workload
 
@@ -70,6 +70,17 @@ class SplitExperts:
         return self.compute_seconds / num, self.message_seconds / num + self.latency * (num > 1)
 
 
+@dataclass(frozen=True, slots=True)
+class ServerRequest:
+    """Table servers that rows may be on. `own`: they own all rows, and ranks have copies; otherwise they have the rows
+    that ranks have no room for. `bytes_`: of each server; 0: enough for all rows. `encrypted`: messages are."""
+
+    num: int
+    own: bool = False
+    bytes_: int = 0
+    encrypted: bool = False
+
+
 @dataclass(frozen=True)
 class Problem:
     """A workload at a global batch size on a cluster, in a precision.
@@ -82,7 +93,8 @@ class Problem:
     predicted seconds of these blocks, forward and backward. `axes`: of the mesh; empty: those of the cluster.
     `micro_batches`: equal parts of a local batch, one of which the prices are for. `chunk_ranks`: if this is a chunk of
     a pipeline, the ranks that have it. `experts`: the mixtures whose experts are split over ranks. `balance`,
-    `accumulate`: as in TableRequest. `wide_lines`: weights of 16 bits are float32 on lines of a cache.
+    `accumulate`, `servers`: as in TableRequest; `replaced`: tiers of the cluster in
+    whose place the servers are. `wide_lines`: weights of 16 bits are float32 on lines of a cache.
     """
 
     workload: Workload
@@ -105,6 +117,8 @@ class Problem:
     wide_lines: bool = False
     balance: tuple[float, float] | None = None
     accumulate: int = 1
+    servers: ServerRequest | None = None
+    replaced: tuple[Tier, ...] = ()
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -137,6 +151,12 @@ class Problem:
 
     def table_load(self, table_number: int, sharding: Sharding) -> TableLoad:
         return (self.row_exchange_loads if sharding.row_exchange else self.table_loads)[table_number]
+
+    @cached_property
+    def served_tables(self) -> tuple[int, ...]:
+        """Numbers of the tables whose rows table servers own."""
+        loads = enumerate(self.row_exchange_loads)
+        return tuple(number for number, load in loads if load.copied is not None and load.copied.is_served)
 
     def unit_load(self, unit: ShardUnit) -> TableLoad:
         """The load of the unit's table, with the unit's exchange."""
@@ -234,16 +254,22 @@ PlacedUnit = tuple[ShardUnit, tuple[int, ...]]  # a unit and its ranks
 
 @dataclass(frozen=True)
 class PlacedTables:
-    """Units, the ranks of each (replica by replica), and the numbers of data-parallel tables."""
+    """Units, the ranks of each (replica by replica), and the numbers of data-parallel tables, and of those whose rows
+    table servers own."""
 
     units: tuple[ShardUnit, ...]
     ranks: tuple[tuple[int, ...], ...]
     data_parallel_tables: tuple[int, ...] = ()
+    served_tables: tuple[int, ...] = ()
 
     @staticmethod
-    def from_pairs(pairs: Sequence[PlacedUnit], data_parallel_tables: tuple[int, ...] = ()) -> "PlacedTables":
+    def from_pairs(
+        pairs: Sequence[PlacedUnit],
+        data_parallel_tables: tuple[int, ...] = (),
+        served_tables: tuple[int, ...] = (),
+    ) -> "PlacedTables":
         units, ranks = zip(*pairs, strict=True) if pairs else ((), ())
-        return PlacedTables(units, ranks, data_parallel_tables)
+        return PlacedTables(units, ranks, data_parallel_tables, served_tables)
 
     @property
     def pairs(self) -> list[PlacedUnit]:
@@ -252,7 +278,7 @@ class PlacedTables:
     @cached_property
     def row_exchange_tables(self) -> frozenset[int]:
         """Numbers of the tables with row exchange that could have vector exchange."""
-        return frozenset(unit.table_number for unit in self.units if unit.sharding.row_exchange)
+        return frozenset(unit.table_number for unit in self.units if unit.sharding.row_exchange) | {*self.served_tables}
 
     @cached_property
     def units_by_table(self) -> dict[int, list[PlacedUnit]]:

@@ -13,6 +13,7 @@ from shardwright.planner.tables.balance import imbalance
 from shardwright.planner.tables.schemes import find_scheme
 from shardwright.planner.tables.sharding import DATA_PARALLEL, TableLoad
 from shardwright.spec.plan import widest_dtype
+from shardwright.spec.row_cache import SERVERS
 from shardwright.spec.workload import Workload
 
 IDS_REASONS = MappingProxyType(
@@ -70,12 +71,19 @@ def list_reasons(
         yield "dense", choice
     budget = memory.memory_budget(problem)
     tiers = " and ".join(
-        f"{memory.bytes_text(max(room, 0))} in {tier.name}"
+        f"{memory.bytes_text(max(room, 0))} {_tier_text(tier.name)}"
         for room, tier in zip(budget.free_bytes, budget.tiers, strict=True)
     )
-    used = memory.bytes_text(float(candidate.loads.bytes_R.max()))
-    yield "memory", f"tables take up to {used} of a rank, which has room for {tiers}"
+    used, copied = memory.bytes_text(float(candidate.loads.bytes_R.max())), _copied_bytes(candidate)
+    copies = f", and copies of rows {memory.bytes_text(copied)}" if copied else ""
+    yield "memory", f"tables take up to {used} of a rank{copies}, which has room for {tiers}"
     yield "step", _describe_step(candidate)
+
+
+def _copied_bytes(candidate: Candidate) -> float:
+    """Bytes of a rank's copies of rows of other ranks, or of servers."""
+    loads = candidate.problem.placed_loads(candidate.placed)
+    return sum(load.copied.bytes_ for load in loads if load.copied is not None)
 
 
 def average_work(candidate: Candidate) -> float:
@@ -87,6 +95,10 @@ def average_work(candidate: Candidate) -> float:
 
 def _describe_layout(candidate: Candidate, number: int, load: TableLoad, average: float) -> str:
     problem, sharding = candidate.problem, candidate.sharding(number)
+    if (copied := problem.row_exchange_loads[number].copied) is not None and copied.is_served:
+        return (
+            f"table servers own its rows; each rank has copies of up to {copied.sync.copies:,} of {load.table.rows:,}"
+        )
     unsharded = search.unsharded_unit(problem, number)
     if problem.cluster.num_ranks == 1:
         return "one rank holds the whole table"
@@ -129,7 +141,7 @@ def _describe_replicas(candidate: Candidate, number: int) -> str:
 
 def _describe_row_exchange(candidate: Candidate, number: int) -> str:
     problem, sharding = candidate.problem, candidate.sharding(number)
-    if problem.cluster.num_ranks == 1:
+    if problem.cluster.num_ranks == 1 or number in problem.served_tables:
         return ""
     if problem.table_loads[number].local_pooling is not None:
         return "; deduplicated row exchange: not all of its features are pooled"
@@ -148,8 +160,12 @@ def _describe_tiers(candidate: Candidate, number: int) -> str:
     in_cache = (shares[0].rows or 0) * num_shards
     return (
         f"; {' and '.join(upper)} does not hold all: a cache of {in_cache:,} rows ({100 * in_cache / rows:.2g} %) in "
-        f"{shares[0].tier}, where {100 * found:.0f} % of a batch's rows are found, the others in {last}"
+        f"{shares[0].tier}, where {100 * found:.0f} % of a batch's rows are found, the others {_tier_text(last)}"
     )
+
+
+def _tier_text(tier: str) -> str:
+    return "on table servers" if tier == SERVERS else f"in {tier}"
 
 
 def _compare_replication(candidate: Candidate, replicated: Candidate) -> str:

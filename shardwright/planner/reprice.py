@@ -5,11 +5,11 @@ from dataclasses import replace
 from itertools import chain
 
 from shardwright.errors import UserError
-from shardwright.planner import expert_split, pipelines, search, staleness
+from shardwright.planner import expert_split, owned_rows, pipelines, search, servers, staleness
 from shardwright.planner.chunks import check_blocks
 from shardwright.planner.memory import row_tiers
 from shardwright.planner.price.axis_groups import check_axes
-from shardwright.planner.problem import PlacedTables, PlacedUnit, Precision, Problem
+from shardwright.planner.problem import PlacedTables, PlacedUnit, Precision, Problem, ServerRequest
 from shardwright.planner.search import Candidate
 from shardwright.planner.step import prediction, stages, tasks
 from shardwright.planner.tables import sharding
@@ -24,10 +24,12 @@ def reprice_plan(problem: Problem, plan: Plan) -> Candidate:
     """Predict the step of a plan at this problem's batch size, on its cluster, with the plan's shards, tiers and
     precision. Its stages are kept if the planner could have made them; else the best order is taken."""
     num_ranks = problem.cluster.num_ranks
-    if plan.servers:
-        raise UserError("the plan has tables on servers, whose steps this version does not predict")
     if plan.num_ranks != num_ranks:
         raise UserError(f"the plan is for {axes_text(plan.axes)}; {problem.cluster.name} has {num_ranks} ranks")
+    request = problem.servers or ServerRequest(plan.servers)
+    owned = {table.table for table in plan.tables if min(table.rects[0].ranks) >= num_ranks}
+    request = replace(request, num=plan.servers, own=bool(owned)) if plan.servers else None
+    problem = servers.with_servers(_without_copies(problem), request)
     precision = Precision(
         None, plan.wire.vectors, plan.wire.gradients, plan.wire.dense, plan.dense.dtype, plan.dense.state
     )
@@ -53,17 +55,21 @@ def reprice_plan(problem: Problem, plan: Plan) -> Candidate:
         problem = replace(problem, experts=tuple(expert_split.split_as(parts, part) for part in plan.experts))
     number_of = {load.table.name: number for number, load in enumerate(vector_loads)}
     syncs = {number_of[table.table]: table.placement.sync for table in plan.tables}
-    bounds = {number: sync for number, sync in syncs.items() if isinstance(sync, Bounded) and sync.has_copies}
-    if num_ranks > 1:
+    copied = {number: sync for number, sync in syncs.items() if isinstance(sync, Bounded)}
+    if num_ranks > 1 and not owned:
+        bounds = {number: sync for number, sync in copied.items() if sync.has_copies}
         problem = staleness.with_bounds(problem, bounds)
+    problem = owned_rows.with_owners(problem, copied if owned else {})
     placements: list[PlacedUnit] = []
     data_parallel: list[int] = []
     for table in plan.tables:
+        if table.table in owned:
+            continue
         if len(table.rects) == 1 and len(table.rects[0].ranks) == num_ranks > 1:
             data_parallel.append(number_of[table.table])
         else:
             placements += _placed_units(problem, number_of[table.table], table)
-    placed = PlacedTables.from_pairs(placements, tuple(data_parallel))
+    placed = PlacedTables.from_pairs(placements, tuple(data_parallel), problem.served_tables)
     by_number = {number_of[table.table]: table for table in plan.tables}
     rows = [_rows_by_tier(problem, placed, number, by_number[number]) for number in sorted(by_number)]
     if not row_tiers.fits_memory(problem, placed, [*zip(*rows, strict=True)]):
@@ -87,9 +93,21 @@ def reprice_plan(problem: Problem, plan: Plan) -> Candidate:
     )
 
 
+def _without_copies(problem: Problem) -> Problem:
+    """The problem before bounds of copies were chosen."""
+    if not any(load.copied is not None for load in problem.row_exchange_loads):
+        return problem
+    fresh = search.define_problem(
+        problem.workload, problem.cluster, problem.batch_size, problem.precision, torchrec=problem.torchrec
+    )
+    return replace(problem, row_exchange_loads=fresh.row_exchange_loads)
+
+
 def _rows_by_tier(problem: Problem, placed: PlacedTables, number: int, table: TablePlan) -> tuple[int, ...]:
     """By tier, the rows of a table in it and in faster ones."""
     rows, tiers = problem.table_loads[number].table.rows, [tier.name for tier in problem.cluster.device.tiers]
+    if number in placed.served_tables:
+        return (rows,) * len(tiers)
     for tier, _ in table.placement.tiers:
         if tier not in tiers:
             raise UserError(

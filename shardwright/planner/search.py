@@ -27,6 +27,7 @@ from shardwright.planner.tables.row_exchange import exchange_loads, row_to_vecto
 from shardwright.planner.tables.schemes import Scheme, SearchPosition, all_schemes, enumerate_shardings, find_scheme
 from shardwright.planner.tables.sharding import (
     DATA_PARALLEL,
+    SERVED,
     SMALL_MEMORY_SHARE,
     Sharding,
     ShardUnit,
@@ -75,7 +76,8 @@ class Candidate:
     def sharding(self, table_number: int) -> Sharding:
         """How a table is sharded."""
         units = self.placed.units_by_table.get(table_number, [])
-        return units[0][0].sharding if units else DATA_PARALLEL
+        served = table_number in self.placed.served_tables
+        return units[0][0].sharding if units else SERVED if served else DATA_PARALLEL
 
 
 def define_problem(
@@ -157,16 +159,17 @@ def with_replicas(candidate: Candidate, pins: Mapping[str, Pin]) -> Candidate | 
     does not fit."""
     problem, placed = candidate.problem, candidate.placed
     free_bytes = budget.memory_budget(problem).free_bytes[0]
+    fixed = {*placed.data_parallel_tables, *placed.served_tables}
     small = [
         number
         for number, load in enumerate(problem.table_loads)
-        if number not in placed.data_parallel_tables and load.table.name not in pins and can_replicate(load, free_bytes)
+        if number not in fixed and load.table.name not in pins and can_replicate(load, free_bytes)
     ]
     if not small or problem.cluster.num_ranks == 1:
         return None
     sharded = [(unit, ranks) for unit, ranks in placed.pairs if unit.table_number not in small]
     data_parallel = tuple(sorted((*placed.data_parallel_tables, *small)))
-    return evaluate(problem, candidate.proposal, PlacedTables.from_pairs(sharded, data_parallel))
+    return evaluate(problem, candidate.proposal, PlacedTables.from_pairs(sharded, data_parallel, placed.served_tables))
 
 
 class _ShardingOptions:
@@ -277,6 +280,9 @@ def _choose_shardings(
     for number, load in enumerate(problem.table_loads):
         pin = pins.get(load.table.name)
         shardings: Sequence[Sharding] = options.shardings(number, proposal)
+        if number in problem.served_tables:
+            chosen.append(SERVED)
+            continue
         if pin is not None:
             shardings = _pinned_shardings(problem, load, pin)
             shardings = options.choose_exchange(number, shardings, proposal.row_exchange_below)

@@ -15,6 +15,7 @@ import numpy as np
 from shardwright.planner.memory import budget
 from shardwright.planner.problem import Problem
 from shardwright.planner.search import Candidate
+from shardwright.planner.tables import cache_hits
 from shardwright.planner.tables.cache_hits import hits_by_interval
 from shardwright.planner.tables.copied_load import CopiedLoad
 from shardwright.planner.tables.sharding import TableLoad
@@ -118,6 +119,8 @@ def exchanged_shares(
 ) -> tuple[float, tuple[float, float, float]]:
     """Distinct rows of a batch of `num_ids` ids of a rank, and the shares of them that are validated, that are sent,
     and whose updates are pushed, once the copies are filled."""
+    if num_ranks == 1 or not sync.has_copies:
+        return cache_hits.exact_shares(load, sync.copies, num_ranks, num_ids)
     rows_I, uses_I, hits_I = hits_by_interval(load, sync.copies, num_ids)
     times_I = _times_per_batch(uses_I)
     validated_I, sent_I = _validations_per_use(uses_I, sync.pull / times_I, num_ranks - 1)

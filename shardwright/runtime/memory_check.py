@@ -77,11 +77,12 @@ def check_fits(workload: Workload, plan: Plan, model: nn.Module, rank: int, trai
 
 
 def _copies_bytes(workload: Workload, plan: Plan, ranks: Sequence[int]) -> int:
-    """Bytes that bounded staleness takes on these ranks: copies of rows, and versions of their own rows."""
+    """Bytes of copies of rows of other ranks or of servers on these ranks, and of versions of their own rows."""
     tables, total = {table.name: table for table in workload.tables}, 0
     for planned in plan.tables:
         sync = planned.placement.sync
-        if isinstance(sync, Bounded) and sync.has_copies:
+        is_served = min(planned.rects[0].ranks) >= plan.num_ranks
+        if isinstance(sync, Bounded) and (sync.has_copies or is_served):
             total += len(ranks) * sync.copies * copy_bytes(tables[planned.table], workload.optimizer)
             own = (rect for rect in planned.rects if set(rect.ranks) & set(ranks))
             total += OWNER_BYTES * sum(rect.rows[1] - rect.rows[0] for rect in own)

@@ -2,15 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 
 from shardwright.errors import UserError, did_you_mean
+from shardwright.planner.servers import on_servers
 from shardwright.planner.step.stages import has_copies, with_copies, with_prefetch
-from shardwright.spec.plan import Bounded, Plan, Rect, Share, TablePlan
+from shardwright.spec.plan import Bounded, Plan, Share
 from shardwright.spec.row_cache import DISK, GPU, HOST, SERVERS, WAYS
 from shardwright.spec.stage_checks import max_staleness
-
-SERVED_ORDER = "hash:0"  # of tables on several servers: each gets its share of popular rows
 
 
 def keep_on_disk(plan: Plan, rows_in_memory: Mapping[str, int]) -> Plan:
@@ -90,26 +88,14 @@ def _owned_by_servers(plan: Plan, bounds: Mapping[str, Bounded], servers: int) -
         raise UserError(
             "the plan has tables with bounded staleness on ranks, or on servers, already: start from one without"
         )
-    tables = tuple(_on_servers(plan, table, bounds.get(table.table), servers) for table in plan.tables)
+    tables = tuple(
+        on_servers(table, bounds[table.table], plan.num_ranks, servers) if table.table in bounds else table
+        for table in plan.tables
+    )
     most = max((sync.max_missed(plan.num_ranks) for sync in bounds.values()), default=0)
     allow = plan.allow if max_staleness(plan.allow) >= most else (*plan.allow, f"staleness<={most}")
     stages = with_copies(plan.stages, of_servers=True)
     return replace(plan, tables=tables, servers=servers, stages=stages, allow=allow)
-
-
-def _on_servers(plan: Plan, table: TablePlan, sync: Bounded | None, servers: int) -> TablePlan:
-    if sync is None:
-        return table
-    rows, cols = max(rect.rows[1] for rect in table.rects), max(rect.cols[1] for rect in table.rects)
-    ends = [rows * server // servers for server in range(servers + 1)]
-    rects = tuple(
-        Rect(table.table, span, (0, cols), (plan.num_ranks + server,))
-        for server, span in enumerate(pairwise(ends))
-        if span[0] < span[1]
-    )
-    placement = replace(table.placement, sync=sync, tiers=(Share(HOST),))
-    order = SERVED_ORDER if servers > 1 else table.order
-    return replace(table, rects=rects, order=order, placement=placement, travel="rows", scheme="")
 
 
 def _cached(plan: Plan, lines: Mapping[str, int], fast: str, slow: str) -> Plan:

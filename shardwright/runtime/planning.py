@@ -17,6 +17,7 @@ from shardwright import config
 from shardwright.comm.mesh import host_topology, select_device, world_size
 from shardwright.config import PlanSettings, Settings
 from shardwright.config.overrides import apply_overrides
+from shardwright.config.servers import ServerSettings
 from shardwright.data.sources.source import Source
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, check_batch
@@ -25,6 +26,7 @@ from shardwright.measure.describe import describe, sparse_of
 from shardwright.measure.device import has_fast_bf16_matmul
 from shardwright.planner.pins import LayerRequest, TableRequest
 from shardwright.planner.plan import PlanningResult, make_plan
+from shardwright.planner.problem import ServerRequest
 from shardwright.planner.step import prediction
 from shardwright.planner.step.loop_cost import LoopCost
 from shardwright.planner.step.stages import (
@@ -34,12 +36,13 @@ from shardwright.planner.step.stages import (
     step_stages,
 )
 from shardwright.runtime.launch import launcher
-from shardwright.runtime.placements import keep_on_disk
+from shardwright.runtime.placements import keep_on_disk, keep_on_servers
 from shardwright.runtime.run import measure_loop, recipe
+from shardwright.runtime.served import make_servers
 from shardwright.spec import files, presets
 from shardwright.spec.cache_hits import with_recorded_hits
 from shardwright.spec.cluster import Cluster
-from shardwright.spec.plan import Plan, single_rank_plan
+from shardwright.spec.plan import Bounded, Plan, single_rank_plan
 from shardwright.spec.routing_trace import RoutingTrace, read_trace, with_recorded_shares
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
@@ -54,7 +57,7 @@ UNMEASURED_REASON = (
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
     """The input of the planner: workload, cluster, global batch size (0: the workload's) and settings; the recorded
-    routing that the workload has the shares of, if any; the batches of an optimizer step."""
+    routing that the workload has the shares of, if any; the batches of an optimizer step; table servers, if any."""
 
     workload: Workload
     cluster: Cluster
@@ -63,6 +66,7 @@ class PlanRequest:
     settings: PlanSettings
     trace: RoutingTrace | None = None
     accumulate: int = 1
+    servers: ServerRequest | None = None
 
     def make_plan(self, *, torchrec: bool = False) -> PlanningResult:
         """Make the plan; `torchrec`: within TorchRec's limits."""
@@ -73,7 +77,7 @@ class PlanRequest:
             allow=self.allow,
             pins=self.settings.pins,
             torchrec=torchrec,
-            tables=TableRequest(self.settings.balance, self.accumulate),
+            tables=TableRequest(self.settings.balance, self.accumulate, self.servers),
             layers=LayerRequest(
                 pipeline=self.settings.pipeline,
                 micro_batches=self.settings.micro_batches,
@@ -132,22 +136,29 @@ def plan_single_process(model: nn.Module, workload: Workload, allow: Sequence[st
 
 
 def plan_within_memory(
-    model: nn.Module, workload: Workload, allow: Sequence[str], settings: PlanSettings, accumulate: int = 1
+    model: nn.Module,
+    workload: Workload,
+    allow: Sequence[str],
+    settings: PlanSettings,
+    accumulate: int = 1,
+    servers: ServerRequest | None = None,
 ) -> Plan:
     """The plan of one process within `settings.memory`: the planner chooses which rows are in memory, and which are on
-    disk."""
+    disk or on table servers."""
     cluster = _make_cluster(settings, 1, 1, 1)
-    result = PlanRequest(workload, cluster, 0, tuple(allow), settings, accumulate=accumulate).make_plan()
-    plan, tiers = plan_single_process(model, workload, allow), {t.table: t.placement.tiers for t in result.plan.tables}
-    lines = {name: shares[0].rows for name, shares in tiers.items() if shares[0].rows is not None}
-    if not lines:
-        return plan
-    chosen = [
-        (subject, reason) for subject, reason in result.plan.why if subject.startswith("table ") or subject == "memory"
-    ]
+    request = PlanRequest(workload, cluster, 0, tuple(allow), settings, accumulate=accumulate, servers=servers)
+    result, plan = request.make_plan(), plan_single_process(model, workload, allow)
+    placements = {table.table: table.placement for table in result.plan.tables}
+    lines = {name: rows for name, placed in placements.items() if (rows := placed.tiers[0].rows) is not None}
+    copies = {name: placed.sync for name, placed in placements.items() if isinstance(placed.sync, Bounded)}
+    subjects = ("table", "memory", "servers") if lines or copies else ("servers",)
+    chosen = [(subject, reason) for subject, reason in result.plan.why if subject.split(" ")[0] in subjects]
+    if not lines and not copies:
+        return replace(plan, why=(*plan.why, *chosen))
     others = [(subject, reason) for subject, reason in plan.why if not subject.startswith("table ")]
     unmeasured = () if settings.cluster else (UNMEASURED_REASON,)
-    return replace(keep_on_disk(plan, lines), why=(*unmeasured, *chosen, *others))
+    plan = keep_on_servers(plan, copies or lines, servers.num) if servers is not None else keep_on_disk(plan, lines)
+    return replace(plan, why=(*unmeasured, *chosen, *others))
 
 
 def _make_cluster(settings: PlanSettings, num_hosts: int, ranks_per_host: int, num_ranks: int) -> Cluster:
@@ -173,6 +184,7 @@ def plan_over_ranks(
     cluster_shape: tuple[int, int] | None = None,
     measure: Callable[[Plan], LoopCost] | None = None,
     micro_batches: int = 1,
+    servers: ServerRequest | None = None,
 ) -> tuple[Plan, Timeline]:
     """The plan of a job over several ranks, and its predicted steps.
 
@@ -182,7 +194,8 @@ def plan_over_ranks(
     """
     num_hosts, local = cluster_shape or host_topology()
     cluster = _make_cluster(settings, num_hosts, local, num_hosts * local if cluster_shape else world_size())
-    result = PlanRequest(workload, cluster, 0, tuple(allow), settings, accumulate=micro_batches).make_plan()
+    request = PlanRequest(workload, cluster, 0, tuple(allow), settings, accumulate=micro_batches, servers=servers)
+    result = request.make_plan()
     plan = replace(result.plan, why=(*(() if settings.cluster else (UNMEASURED_REASON,)), *result.plan.why))
     best, loop_cost = result.candidate, measure(plan) if measure else None
     return plan, prediction.predict_timeline(
@@ -199,6 +212,12 @@ def plan_run(
     """
     if cluster_shape is None:
         launcher.check_num_ranks(settings.ranks)
+        if settings.servers.start and (num_hosts := host_topology()[0]) > 1:
+            raise UserError(
+                f"servers.start={settings.servers.start} starts table servers on one host, and the ranks are on "
+                f"{num_hosts}: start `shardwright serve-tables` there, and set servers.addresses"
+            )
+    make_servers(settings.servers)
     recipe.evaluation_source(settings, source, 0)
     workload = _describe_first_batch(settings, source, model)
     if settings.plan.routing:
@@ -212,8 +231,9 @@ def plan_run(
         allow = settings.allow
         if settings.train.progressive:  # evaluates every batch, before which all copies would be dropped
             allow = tuple(entry for entry in allow if not entry.startswith("staleness"))
+        servers, micro_batches = _server_request(settings.servers), settings.train.accumulate
         plan, predicted = plan_over_ranks(
-            workload, allow, settings.plan, cluster_shape, measure, settings.train.accumulate
+            workload, allow, settings.plan, cluster_shape, measure, micro_batches, servers
         )
     else:
         plan = _plan_one_rank(settings, model, workload)
@@ -222,14 +242,22 @@ def plan_run(
 
 
 def _plan_one_rank(settings: Settings, model: nn.Module, workload: Workload) -> Plan:
-    for_one_rank = ("memory", "hits", "cluster") if settings.plan.memory else ()
+    servers = _server_request(settings.servers)
+    for_one_rank = ("memory", "hits", "cluster") if settings.plan.memory or servers else ()
     for key in PlanSettings.model_fields:
         if getattr(settings.plan, key) and key not in for_one_rank:
             hint = "set plan.memory too" if key in ("hits", "cluster") else "set ranks=2 or more"
             raise UserError(f"plan.{key} is for several ranks; {hint}, or drop it")
-    if settings.plan.memory:
-        return plan_within_memory(model, workload, settings.allow, settings.plan, settings.train.accumulate)
+    if settings.plan.memory or servers:
+        accumulate = settings.train.accumulate
+        return plan_within_memory(model, workload, settings.allow, settings.plan, accumulate, servers)
     return plan_single_process(model, workload, settings.allow)
+
+
+def _server_request(settings: ServerSettings) -> ServerRequest | None:
+    if not settings.num:
+        return None
+    return ServerRequest(settings.num, settings.own, settings.bytes_, encrypted=bool(settings.keys))
 
 
 def preview(settings: Settings) -> tuple[Settings, Plan]:
@@ -249,12 +277,12 @@ def read_plan_request(source: str, overrides: Sequence[str], cluster: str, batch
         keys = apply_overrides({}, overrides)
         workload = files.read(Workload, source)
         workload.verify()
-        allow, plan = config.parse_planning(keys, source)
+        allow, plan, servers = config.parse_planning(keys, source)
         accumulate = 1
     else:
         settings = config.load(source, overrides)
         accumulate = settings.train.accumulate
-        workload, allow, plan = describe_recipe(settings), settings.allow, settings.plan
+        workload, allow, plan, servers = describe_recipe(settings), settings.allow, settings.plan, settings.servers
     trace = read_trace(plan.routing) if plan.routing else None
     if trace:
         workload = with_recorded_shares(workload, trace)
@@ -263,7 +291,8 @@ def read_plan_request(source: str, overrides: Sequence[str], cluster: str, batch
     machines = presets.load_cluster(cluster)
     if plan.memory:
         machines = presets.limit_memory(machines, config.parse_bytes(plan.memory))
-    return PlanRequest(workload, machines, batch_size, tuple(allow), plan, trace, accumulate)
+    request = _server_request(servers)
+    return PlanRequest(workload, machines, batch_size, tuple(allow), plan, trace, accumulate, request)
 
 
 def describe_recipe(settings: Settings) -> Workload:

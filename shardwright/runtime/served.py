@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from shardwright.comm.mesh import Mesh
 from shardwright.comm.transport.servers import Caller, ServerConnector, TableServers
+from shardwright.config.servers import ServerSettings
 from shardwright.embeddings.exchange import ShardedTables
 from shardwright.embeddings.layout import Layout
 from shardwright.embeddings.service import remote_rows
@@ -15,6 +16,19 @@ from shardwright.layers.embedding import EmbeddingTables
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.supported import is_cached_from_servers
 from shardwright.spec.plan import Plan
+
+
+def make_servers(settings: ServerSettings) -> TableServers | None:
+    """The servers whose addresses a recipe has; None if it has none."""
+    if not settings.addresses:
+        return None
+    return TableServers(settings.addresses, settings.keys, settings.timeout)
+
+
+def close_connections(mesh: Mesh) -> None:
+    """End this rank's use of its servers."""
+    if mesh.server_connector is not None:
+        mesh.server_connector.close()
 
 
 def check_servers(plan: Plan, servers: TableServers | None) -> None:

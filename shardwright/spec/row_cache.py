@@ -6,6 +6,7 @@ from shardwright.spec.optimizer import SparseOptimizer, num_squares, state_shape
 from shardwright.spec.workload import DTYPE_BYTES, Growth, Table
 
 GPU, HOST, DISK, SERVERS = "hbm", "dram", "ssd", "servers"  # memory tiers
+STORES = (DISK, SERVERS)  # that have all rows of a table, also those that are in a cache
 FLOAT32_LINES = "cache.fp32"  # in a plan's `allow`: weights of 16 bits are float32 while they are on lines
 WAYS = 32  # lines of a set
 LINE_BYTES = 42  # of the index in memory, for each line
@@ -19,7 +20,9 @@ ROW_INDEX_BYTES = 4  # in memory, for each row of a table with rows on disk
 SAVED_ROW_BYTES = (
     9  # and while checkpoints are written: the index of the snapshot, the row's number, a mark of its change
 )
-DISK_SPACE = 2.0  # bytes of files at most, per byte of rows: a file with more rows out of date than not is rewritten
+# Bytes at most, per byte of rows: a file with more rows out of date than not is rewritten; a server keeps a copy while
+# a checkpoint is written.
+STORE_SPACE = 2.0
 STEPS_IN_FLIGHT = 2  # whose rows are on lines at a time: of this step and of the next
 ID_MAP_BYTES = 168  # at most, of the map of ids in memory while it grows, for each row of a table that grows
 KNOWN_BATCHES = 2  # after the one that is placed: caches know their rows and evict them last

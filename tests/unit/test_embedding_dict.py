@@ -413,7 +413,7 @@ def test_describe():
     ),
 )
 def test_pins_name_tables_by_path_in_sections_or_as_quoted_keys(pins):
-    _, planning = parse_planning({"plan": {"pins": pins}}, "test")
+    _, planning, _ = parse_planning({"plan": {"pins": pins}}, "test")
     assert planning.pins == {"user.site": "row", "item.site": "table@0", "plain": "column:2"}
 
 

@@ -11,7 +11,7 @@ from shardwright.planner.chunks import ranks_by_stage
 from shardwright.planner.memory import dense_model, pipeline_memory
 from shardwright.planner.problem import Problem
 from shardwright.spec.cluster import Tier
-from shardwright.spec.row_cache import DISK, DISK_SPACE, KNOWN_BATCHES
+from shardwright.spec.row_cache import KNOWN_BATCHES, STORE_SPACE, STORES
 from shardwright.spec.wire import ID_BYTES
 
 RESERVED_SHARE = 0.1  # of each tier, for the framework, the network library and fragmentation
@@ -30,7 +30,9 @@ class MemoryBudget:
     @property
     def free_bytes(self) -> list[float]:
         """Bytes of rows that there is room for, by tier."""
-        usable = [tier.bytes_ * (1 - RESERVED_SHARE) / (DISK_SPACE if tier.name == DISK else 1) for tier in self.tiers]
+        usable = [
+            tier.bytes_ * (1 - RESERVED_SHARE) / (STORE_SPACE if tier.name in STORES else 1) for tier in self.tiers
+        ]
         used = [dense_model.total_bytes(self.memory_parts), self.offloaded_bytes, *[0.0] * len(usable)]
         return [capacity - bytes_ for capacity, bytes_ in zip(usable, used, strict=False)]
 

@@ -19,7 +19,7 @@ from shardwright.planner.problem import PlacedTables, Problem
 from shardwright.planner.tables import cache_hits
 from shardwright.planner.tables.sharding import ShardUnit, TableLoad
 from shardwright.spec.plan import Share
-from shardwright.spec.row_cache import DISK, LINE_BYTES, ROW_INDEX_BYTES, SAVED_ROW_BYTES, STEPS_IN_FLIGHT, WAYS
+from shardwright.spec.row_cache import LINE_BYTES, ROW_INDEX_BYTES, SAVED_ROW_BYTES, STEPS_IN_FLIGHT, STORES, WAYS
 
 DENSITY_STEPS = 32  # intervals per segment of a popularity curve
 FLOAT32_BYTES = 4.0
@@ -43,7 +43,7 @@ def whole_tables(problem: Problem) -> list[RowTiers]:
 
 
 def split_rows(problem: Problem, placed: PlacedTables) -> list[RowTiers] | None:
-    """The tiers of every table; None if there is no room, or if replicas of a table would have to be on disk."""
+    """The tiers of every table; None if there is no room, or if replicas of a table would be on disk or on servers."""
     loads, budget = problem.placed_loads(placed), memory_budget(problem)
     all_rows = [load.table.rows for load in loads]
     if fits_memory(problem, placed, [all_rows]):
@@ -80,7 +80,9 @@ def _has_room(problem: Problem, placed: PlacedTables, rows_within: Sequence[Sequ
     num, room = problem.cluster.num_ranks, memory_budget(problem).free_bytes[len(rows_within) - 1]
     faster_rows = rows_within[-2] if len(rows_within) > 1 else [0] * len(problem.table_loads)
     tier_rows = [rows - faster for rows, faster in zip(rows_within[-1], faster_rows, strict=True)]
-    if len(rows_within) > 1 and problem.cluster.device.tiers[len(rows_within) - 1].name == DISK:  # has lines' rows too
+    if (
+        len(rows_within) > 1 and problem.cluster.device.tiers[len(rows_within) - 1].name in STORES
+    ):  # has lines' rows too
         tier_rows = [all_rows * (own > 0) for all_rows, own in zip(rows_within[-1], tier_rows, strict=True)]
     bytes_R = placed.sum_by_rank(
         (unit.bytes_ * tier_rows[unit.table_number] / _num_rows(problem, unit) for unit in placed.units), num
@@ -93,14 +95,16 @@ def _has_room(problem: Problem, placed: PlacedTables, rows_within: Sequence[Sequ
 
 
 def _cache_bytes(problem: Problem, unit: ShardUnit, fast_rows: Sequence[int]) -> float:
-    """Bytes of a unit's cache beside its rows: the index, where other rows are on disk, wider weights."""
+    """Bytes of a unit's cache beside its rows: the index, where other rows are on disk or servers, wider weights."""
     table_rows, lines = _num_rows(problem, unit), fast_rows[unit.table_number]
     if lines == table_rows:
         return 0.0
-    load, on_disk = problem.table_loads[unit.table_number], problem.cluster.device.tiers[-1].name == DISK
+    load, is_stored = problem.table_loads[unit.table_number], problem.cluster.device.tiers[-1].name in STORES
     unit_rows = unit.bytes_ / load.row_bytes(unit.width)
     wider_bytes = max(0.0, FLOAT32_BYTES - load.weight_bytes) * unit.width if problem.wide_lines else 0.0
-    return unit_rows * ((LINE_BYTES + wider_bytes) * lines / table_rows + (ROW_INDEX_BYTES + SAVED_ROW_BYTES) * on_disk)
+    return unit_rows * (
+        (LINE_BYTES + wider_bytes) * lines / table_rows + (ROW_INDEX_BYTES + SAVED_ROW_BYTES) * is_stored
+    )
 
 
 def _num_rows(problem: Problem, unit: ShardUnit) -> int:
@@ -192,4 +196,4 @@ def _split_table(problem: Problem, placed: PlacedTables, number: int, rows_withi
 def _can_be_there(placed: PlacedTables, number: int, table: RowTiers) -> bool:
     """Whether the runtime supports a table there: replicas are in memory."""
     units = placed.units_by_table.get(number, [])
-    return table.shares[-1].tier != DISK or all(unit.sharding.num_replicas == 1 for unit, _ in units)
+    return table.shares[-1].tier not in STORES or all(unit.sharding.num_replicas == 1 for unit, _ in units)

@@ -3,7 +3,7 @@
 from shardwright.planner.memory import row_tiers
 from shardwright.planner.memory.budget import bytes_text, memory_budget
 from shardwright.planner.problem import Problem
-from shardwright.spec.row_cache import DISK
+from shardwright.spec.row_cache import DISK, SERVERS
 
 
 def describe_shortage(problem: Problem) -> str:
@@ -53,7 +53,10 @@ def _suggest_remedies(problem: Problem, total: float, room: float) -> str:
     state = sum(load.num_values * load.state_column_bytes for load in problem.table_loads)
     if state:
         options.append(f"row-wise AdaGrad (about {bytes_text(state)} less)")
-    if problem.cluster.device.tiers[-1].name != DISK:
+    last = problem.cluster.device.tiers[-1].name
+    if last == SERVERS:
+        options.append("more or larger table servers (servers.start, servers.addresses, servers.memory)")
+    elif last != DISK:
         options.append("rows on disk (a cluster file that `shardwright measure` wrote has its disk)")
     hint = f"; to need fewer: {', '.join(options)}" if options else ""
     return f"It takes {-(-total // room):,.0f} ranks{hint}"

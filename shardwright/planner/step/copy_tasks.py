@@ -21,8 +21,9 @@ CALLS = MappingProxyType(
 
 
 def copied_loads(problem: Problem, placed: PlacedTables) -> list[TableLoad]:
-    """The loads of the tables whose rows are read from copies."""
-    return [load for load in problem.placed_loads(placed) if load.copied is not None]
+    """The loads of the tables whose rows are read from copies of rows of ranks."""
+    loads = problem.placed_loads(placed)
+    return [load for load in loads if load.copied is not None and not load.copied.is_served]
 
 
 def copy_tasks(problem: Problem, loads: Sequence[TableLoad]) -> dict[str, Task]:

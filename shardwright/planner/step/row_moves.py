@@ -1,7 +1,8 @@
 """Rows copied between memory tiers in a step, for tables with a cache in the fastest one.
 
 The rows that a batch needs and the cache lacks are copied from the tier that has them, and as many rows that trained
-are written back. A row on disk is one page read; a row written to disk is appended to a file.
+are written back. A row on disk is one page read; a row written to disk is appended to a file. Rows on table servers
+take one call a step to each server.
 
 Shape legend: R ranks.
 """
@@ -13,8 +14,10 @@ import numpy as np
 
 from shardwright.planner.price import overheads, primitives
 from shardwright.planner.problem import PlacedTables, Problem
+from shardwright.planner.step import server_calls
 from shardwright.spec.cluster import Device, Tier
-from shardwright.spec.row_cache import DISK, PAGE_BYTES, RECORD_HEADER_BYTES
+from shardwright.spec.row_cache import DISK, PAGE_BYTES, RECORD_HEADER_BYTES, SERVERS
+from shardwright.spec.wire import ID_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class RowMoves:
 def moves_by_rank(problem: Problem, placed: PlacedTables, found: Sequence[Sequence[float]]) -> RowMoves:
     """`found`: by table and tier, the share of a batch's distinct rows found there."""
     num, device = problem.cluster.num_ranks, problem.cluster.device
-    ids_R, copy_R, bytes_R = np.zeros(num), np.zeros(num), np.zeros(num)
+    ids_R, copy_R, bytes_R, served_R, sent_R = np.zeros((5, num))
     cached = [(unit, ranks) for unit, ranks in placed.pairs if found[unit.table_number][0] < 1]
     for unit, ranks in cached:
         load, own = problem.unit_load(unit), list(ranks)
@@ -40,8 +43,14 @@ def moves_by_rank(problem: Problem, placed: PlacedTables, found: Sequence[Sequen
         ids_R[own] += ids
         for tier, share in zip(device.tiers[1:], found[unit.table_number][1:], strict=True):
             row_bytes = load.row_bytes(unit.width)
-            copy_R[own] += rows * share * _row_seconds(device, tier, row_bytes)
             bytes_R[own] += rows * share * row_bytes
+            if tier.name == SERVERS:
+                served_R[own] += rows * share * row_bytes
+                sent_R[own] += rows * share * (row_bytes + 2 * ID_BYTES)  # with the ids of both
+            else:
+                copy_R[own] += rows * share * _row_seconds(device, tier, row_bytes)
+    if served_R.any():
+        copy_R += server_calls.call_seconds(problem, sent_R, served_R)
     return RowMoves(overheads.ids_seconds(device, ids_R, "place"), copy_R, bytes_R)
 
 

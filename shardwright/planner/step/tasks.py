@@ -12,6 +12,7 @@ from shardwright.planner.problem import PlacedTables, Problem
 from shardwright.planner.step import block_stages, block_tasks, row_moves, traffic
 from shardwright.planner.step.copy_tasks import copied_loads, copy_tasks
 from shardwright.planner.step.rank_calls import Task
+from shardwright.planner.step.served_tasks import served_tasks
 from shardwright.planner.step.stages import pipeline_stages, step_stages, with_copies
 from shardwright.planner.tables.sharding import TableLoad
 from shardwright.spec.plan import Stage
@@ -86,7 +87,7 @@ def rank_loads(problem: Problem, placed: PlacedTables, found: Sequence[Sequence[
         lookup_R += primitives.find_price(device, "lookup", "float32").call_seconds
         update_R += primitives.find_price(device, "update", "float32").call_seconds
     moved = moves.place_R, moves.copy_R, moves.bytes_R
-    copies = bool(copied_loads(problem, placed))
+    copies = bool(copied_loads(problem, placed) or placed.served_tables)
     return RankLoads(lookup_R, update_R, *moved, bytes_R, sent_R, ids_R, reduces, sums, copies)
 
 
@@ -169,10 +170,10 @@ def stage_tasks(problem: Problem, placed: PlacedTables, loads: RankLoads) -> dic
         "emit": Task(),
         "step": Task(seconds=block_stages.optimizer_seconds(problem)),
     }
-    if copied := copied_loads(problem, placed):
-        added = copy_tasks(problem, copied)
+    added = _tasks_of_copies(problem, placed)
+    if "update" in added:
         tasks["update"] = tasks["update"].lengthen(added.pop("update").seconds_on(0))
-        tasks |= added
+    tasks |= added
     overhead = call_seconds(problem, placed)
     extras = decoding + placing + pooling, encoding + placing + summing + loads.replica_sum_seconds
     if block_stages.expands_blocks(problem):
@@ -187,6 +188,14 @@ def stage_tasks(problem: Problem, placed: PlacedTables, loads: RankLoads) -> dic
     else:
         tasks |= _bottom_and_top_tasks(problem, placed, *extras)
     return tasks | {name: tasks[name].lengthen(seconds) for name, seconds in overhead.items()}
+
+
+def _tasks_of_copies(problem: Problem, placed: PlacedTables) -> dict[str, Task]:
+    """The tasks of stages with copies of rows of ranks or servers; with "update", what they add to this stage."""
+    if placed.served_tables:
+        return served_tasks(problem, [problem.row_exchange_loads[number] for number in placed.served_tables])
+    copied = copied_loads(problem, placed)
+    return copy_tasks(problem, copied) if copied else {}
 
 
 def call_seconds(problem: Problem, placed: PlacedTables) -> dict[str, float]:
@@ -234,7 +243,7 @@ def _request_seconds(problem: Problem, placed: PlacedTables, table_loads: Sequen
 
 def _local_pooling_seconds(problem: Problem, table_loads: Sequence[TableLoad]) -> tuple[float, float]:
     """Seconds of pooling exchanged rows, which are in caches, and of summing gradients by row in backward."""
-    if problem.cluster.num_ranks == 1:
+    if problem.cluster.num_ranks == 1 and not problem.served_tables:
         return 0.0, 0.0
     device, prices = problem.cluster.device, RowPrices(problem.cluster.device)
     seconds: dict[Op, float] = {"lookup": 0.0, "update": 0.0}
@@ -324,4 +333,4 @@ def required_stages(problem: Problem, loads: RankLoads, ids_after: str) -> tuple
         host_reduce=loads.reduces_in_host,
         bodies=block_stages.stage_bodies(problem),
     )
-    return with_copies(stages) if loads.has_copies else stages
+    return with_copies(stages, of_servers=bool(problem.served_tables)) if loads.has_copies else stages

@@ -67,6 +67,23 @@ def hits_by_interval(load: TableLoad, lines: int, num_ids: float) -> tuple[np.nd
     return rows_I, uses_I, _hits(uses_I, high)
 
 
+def exact_shares(
+    load: TableLoad, copies: int, num_ranks: int, num_ids: float
+) -> tuple[float, tuple[float, float, float]]:
+    """If each of these ranks has copies that are validated in every batch: the distinct rows of a batch of `num_ids`
+    ids, and the shares of them that are validated, that are sent, and whose updates are pushed.
+
+    A copy is sent again if another rank has used its row since this rank's last use. A single rank validates only rows
+    without a copy.
+    """
+    rows_I, uses_I, hits_I = hits_by_interval(load, copies, num_ids)
+    unused_I = (1 - uses_I) ** (num_ranks - 1)  # by the other ranks, in a batch
+    unchanged_I = uses_I * unused_I / np.maximum(1 - (1 - uses_I) * unused_I, 1e-300)
+    num_rows = float((rows_I * uses_I).sum())
+    sent = max(0.0, 1 - float((rows_I * uses_I * hits_I * unchanged_I).sum()) / max(num_rows, 1e-300))
+    return num_rows, (1.0 if num_ranks > 1 else sent, sent, 1.0)
+
+
 def _uses_by_interval(load: TableLoad, num_ids: float) -> tuple[np.ndarray, np.ndarray]:
     """Rows of each interval of the popularity curve, and the share of batches that use one of them."""
     rows_I, id_shares_I = _intervals(load)

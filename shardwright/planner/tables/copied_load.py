@@ -1,4 +1,4 @@
-"""The load of a table whose rows ranks read from copies, with bounded staleness."""
+"""The load of a table whose rows ranks read from copies: with bounded staleness, or of rows on table servers."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from shardwright.spec.plan import Bounded
 @dataclass(frozen=True, slots=True)
 class CopiedLoad:
     """Distinct rows that a sample reads, and the shares of them that are validated, sent by owners, and whose
-    updates are pushed; bytes of a rank's copies."""
+    updates are pushed; bytes of a rank's copies. `is_served`: table servers own the rows."""
 
     sync: Bounded
     rows_per_sample: float
@@ -16,3 +16,4 @@ class CopiedLoad:
     sent: float
     pushed: float
     bytes_: float
+    is_served: bool = False

@@ -24,7 +24,8 @@ def place_units(
     pinned_ranks: Mapping[int, tuple[int, ...]],
     free_bytes: float,
 ) -> PlacedTables | None:
-    """Place the units of each table (none: data-parallel) on ranks with `free_bytes`; None if they do not fit.
+    """Place the units of each table (none: data-parallel, or on servers) on ranks with `free_bytes`; None if they do
+    not fit.
 
     `weights`: of work, of vectors sent and of ids received.
     """
@@ -47,8 +48,10 @@ def place_units(
     if (state.free_R < 0).any():
         return None
     units = tuple(unit for table_units in units_by_table for unit in table_units)
-    data_parallel = tuple(number for number, table_units in enumerate(units_by_table) if not table_units)
-    return PlacedTables(units, tuple(state.ranks_of[_key(unit)] for unit in units), data_parallel)
+    served = problem.served_tables
+    unplaced = (number for number, table_units in enumerate(units_by_table) if not table_units)
+    data_parallel = tuple(number for number in unplaced if number not in served)
+    return PlacedTables(units, tuple(state.ranks_of[_key(unit)] for unit in units), data_parallel, served)
 
 
 def _loads(unit: ShardUnit) -> np.ndarray:
@@ -76,8 +79,10 @@ class _RankState:
         self.weights = np.array(weights)
         self.loads_RK = np.zeros((num, 3))
         self.ranks_of: dict[tuple[int, int], tuple[int, ...]] = {}  # by table number and shard index
-        loads = zip(problem.table_loads, units_by_table, strict=True)
-        free_bytes -= sum(load.table_bytes for load, units in loads if not units)
+        loads, served = enumerate(problem.table_loads), problem.served_tables
+        free_bytes -= sum(
+            load.table_bytes for number, load in loads if not units_by_table[number] and number not in served
+        )
         exchanged = {units[0].table_number for units in units_by_table if units and units[0].sharding.row_exchange}
         free_bytes -= sum(problem.row_buffer_bytes(problem.row_exchange_loads[number]) for number in exchanged)
         self.free_R = np.full(num, free_bytes)

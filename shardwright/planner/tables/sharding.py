@@ -121,6 +121,7 @@ class Sharding:
 
 
 DATA_PARALLEL = Sharding("data")
+SERVED = Sharding("servers", row_exchange=True)  # table servers own the rows
 
 
 def rows_on_ranks(scheme: str, ranks: Sequence[int], cluster: Cluster, column_shards: int = 1) -> Sharding:
@@ -240,8 +241,8 @@ def make_shard_units(
     free_bytes: float | None,
 ) -> list[ShardUnit]:
     """The units of a table on ranks with `free_bytes` for tables (None: rows are split evenly by id); no units if it is
-    data-parallel."""
-    if sharding == DATA_PARALLEL:
+    data-parallel or on servers."""
+    if sharding in (DATA_PARALLEL, SERVED):
         return []
     width = table_load.table.dim // sharding.column_shards
     row_split = split_rows(table_load, sharding.num_row_shards(cluster), free_bytes)

@@ -74,8 +74,13 @@ def die_with_launcher() -> None:
     launcher_pid = os.environ.get(LAUNCHER_PID)
     if launcher_pid is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
+    die_with_parent(int(launcher_pid) if launcher_pid is not None else os.getppid())
+
+
+def die_with_parent(pid: int) -> None:
+    """Make the kernel kill this process when the thread of process `pid` that started it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if launcher_pid is not None and os.getppid() != int(launcher_pid):
+    if os.getppid() != pid:
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -18,6 +18,7 @@ import torch
 
 from shardwright.checkpoint.step_directories import checkpoint_path, drop, list_checkpoints
 from shardwright.config import Settings, dump, get_default
+from shardwright.config.servers import ServerSettings
 from shardwright.data.features.transforms import Transforms
 from shardwright.errors import UserError
 from shardwright.kernels.matmul import library_in_use
@@ -48,6 +49,7 @@ CHANGEABLE_KEYS = (
     *("plan.experts", "plan.expert_groups", "plan.expert_copies", "plan.expert_exchange", "plan.routing"),
     *("data.workers", "data.prefetch", "data.readers", "data.reader_keys"),
     *("train.publish_every", "train.keep_publications"),
+    *(f"servers.{name}" for name in ServerSettings.model_fields),
 )
 
 
@@ -124,6 +126,11 @@ class RunDirectory:
     def close(self) -> None:
         if self.is_writer:
             os.close(self._lock)
+
+    def remove_if_undescribed(self) -> None:
+        """Remove the directory of a run that has failed before `write_description`."""
+        if self.is_writer and not (self.path / "config.toml").exists():
+            shutil.rmtree(self.path, ignore_errors=True)
 
     @property
     def checkpoints(self) -> Path:

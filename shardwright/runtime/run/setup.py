@@ -3,14 +3,15 @@
 import itertools
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.checkpoint.step_directories import list_checkpoints, resolve_checkpoint
-from shardwright.comm.mesh import host_topology
+from shardwright.comm.mesh import Mesh, host_topology
+from shardwright.comm.transport.servers import TableServers
 from shardwright.config import Settings
 from shardwright.data.loading.loader import Loader
 from shardwright.data.readers.client import Readers
@@ -26,7 +27,9 @@ from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.run import learning_rate, recipe
 from shardwright.runtime.run.directory import RunDirectory
 from shardwright.runtime.run.machine import Threads, choose_threads
+from shardwright.runtime.run.started_servers import FOLDER, StartedServers
 from shardwright.runtime.saving import Saver
+from shardwright.runtime.served import close_connections, make_servers
 from shardwright.spec.plan import Plan
 from shardwright.spec.table_checks import INCREMENT_DTYPES
 
@@ -74,6 +77,36 @@ def open_directory(settings: Settings, rank_group: RankGroup) -> RunDirectory:
     return directory
 
 
+@contextmanager
+def table_servers(settings: Settings, plan: Plan, mesh: Mesh) -> Iterator[RunDirectory | None]:
+    """Give the mesh the plan's table servers. All ranks call it.
+
+    Servers that the run starts need its directory, which is opened for them; the first rank starts them, and ends them
+    after all ranks have left the context.
+    """
+    servers, ranks = settings.servers, RankGroup(mesh)
+    if not plan.servers or not servers.start:
+        mesh.servers = make_servers(servers) if plan.servers else None
+        yield None
+        return
+    with closing(open_directory(settings, ranks)) as directory, ExitStack() as stack:
+        stack.callback(directory.remove_if_undescribed)
+        addresses, error = "", ""
+        if ranks.is_first:
+            try:
+                started = stack.enter_context(closing(StartedServers(servers.start, directory.path / FOLDER)))
+                addresses = " ".join(started.addresses)
+            except UserError as failure:
+                error = str(failure)
+        if error := ranks.broadcast_text(error):
+            raise UserError(error)
+        mesh.servers = TableServers(tuple(ranks.broadcast_text(addresses).split()), "", servers.timeout)
+        stack.callback(close_connections, mesh)
+        yield directory
+        close_connections(mesh)
+        ranks.all_gather_text("")  # no rank uses the servers any more
+
+
 def make_rank_loader(settings: Settings, source: Source, shard: tuple[int, int]) -> Loader:
     """Create the loader of a rank's training batches, prefetched by worker processes or by readers."""
     data = settings.data
@@ -118,6 +151,8 @@ def start_notes(settings: Settings, source: Source, job: Job, previous_threads: 
         yield f"{settings.data.arguments.get('path', 'data')}: {source.training_statistics.warning}"
     if torch.cuda.is_available():
         yield "shardwright train runs on the CPU only; on a GPU, call build() from Python"
+    if job.mesh.servers is not None:
+        yield f"table servers: {', '.join(job.mesh.servers.addresses)}"
     if settings.train.base_batch:
         yield learning_rate.describe_scaling(settings.train, job.rates)
 

@@ -49,6 +49,7 @@ from shardwright.runtime.run.setup import (
     open_directory,
     set_threads,
     start_notes,
+    table_servers,
 )
 from shardwright.runtime.run.table_recorder import TableRecorder
 from shardwright.runtime.run.token_meter import TokenMeter, describe_model_flops
@@ -61,10 +62,10 @@ METRICS_STAGE = Stage(METRICS, MAIN)  # the loop's work between two steps, trace
 
 
 def train(settings: Settings, watcher: Watcher | None = None) -> RunResult:
-    """Train a run to its last step, or until a stop signal (runtime/launch/signals.py).
+    """Train a run to its last step, or until a stop signal (runtime/launch/signals.py). All ranks call it.
 
-    Nothing is written before the settings and the first batch are checked. Nothing large is allocated before the memory
-    check. All ranks call it.
+    Before the settings and the first batch are checked nothing is written, and before the memory check nothing large is
+    allocated.
     """
     torch.manual_seed(settings.seed)
     random.seed(settings.seed)
@@ -84,6 +85,7 @@ def train(settings: Settings, watcher: Watcher | None = None) -> RunResult:
         memory_check.check_fits(workload, plan, model, current_rank(), settings.train)
         stack.enter_context(memory_check.explain_out_of_memory(workload))
         mesh = stack.enter_context(closing(mesh_for(plan, COLLECTIVE_TIMEOUT_SECONDS)))
+        directory = stack.enter_context(table_servers(settings, plan, mesh))
         flops = describe_model_flops(settings, source, model, plan, mesh)
         job = build(
             model,
@@ -99,7 +101,7 @@ def train(settings: Settings, watcher: Watcher | None = None) -> RunResult:
             closing(make_rank_loader(settings, source, plan.position(mesh.rank, plan.sample_axes)))
         )
         load_start_checkpoint(settings, job, RankGroup(mesh))
-        directory = stack.enter_context(closing(open_directory(settings, RankGroup(mesh))))
+        directory = directory or stack.enter_context(closing(open_directory(settings, RankGroup(mesh))))
         run = settings.run.model_copy(update={"name": directory.path.name})
         train_settings = settings.train.model_copy(update={"products": library_in_use()})
         settings = settings.model_copy(update={"run": run, "train": train_settings})
@@ -187,8 +189,7 @@ class Trainer:
         self._evaluate("test", recipe.test_source(self.source))
         if (text := generate_text(self.job, self.source, self.settings.seed)) is not None:
             self.directory.write("generated.json", text)
-        seconds = self.seconds - start_seconds
-        speed = (self.samples - start_samples) / seconds if seconds else 0.0
+        speed = (self.samples - start_samples) / seconds if (seconds := self.seconds - start_seconds) else 0.0
         line = {"kind": "end", "step": self.job.step, "samples": self.samples, "seconds": self.seconds}
         line |= {"clamped_weights": clamped, "samples_per_second": speed, "peak_rss_bytes": metrics.peak_rss_bytes()}
         rates = self.token_meter.derive({"samples_per_second": speed})
