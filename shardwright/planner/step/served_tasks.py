@@ -33,7 +33,7 @@ def served_tasks(problem: Problem, loads: Sequence[TableLoad]) -> dict[str, Task
         rows, validated = rows + own, validated + own * load.copied.validated
         sent_bytes += own * load.copied.sent * load.row_bytes(dim)
         update_bytes = load.weight_bytes * (dim + num_squares(problem.workload.optimizer, dim))
-        pushed_bytes += own * load.copied.pushed * (update_bytes + 2 * WORD_BYTES)
+        pushed_bytes += own * load.copied.pushed * (update_bytes + 3 * WORD_BYTES)
         updating += own * update + 2 * overheads.columns_seconds(problem.cluster.device, own, own * dim)
         applying += num * own * load.copied.pushed * update
     asked_R, sent_R, pushed_R, none_R = (

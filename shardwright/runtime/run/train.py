@@ -396,6 +396,5 @@ class Trainer:
             for path in list_checkpoints(self.directory.best):
                 if path > checkpoint_path(self.directory.best, self.job.step):
                     drop(path)  # the run repeats these steps and decides again which is the best
-        if self.rank_group.is_first:
             self.lifetime_metrics.load_state_dict(numbers["lifetime"])
         self.directory.rewind(self.job.step)
