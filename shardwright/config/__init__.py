@@ -14,7 +14,7 @@ import tomli_w
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from shardwright.config.overrides import apply_overrides
-from shardwright.config.sections import OpenSection, Section, parse_bytes
+from shardwright.config.sections import ByteText, OpenSection, Section
 from shardwright.config.servers import ServerSettings
 from shardwright.errors import UserError, check_regular_file, did_you_mean, shorten
 
@@ -103,7 +103,7 @@ class PlanSettings(Section):
     pins: dict[str, str] = Field(
         default_factory=dict, description='sharding scheme to use, by table: "row", "column:4", "table@3"'
     )
-    memory: str = Field(
+    memory: ByteText = Field(
         "", description='memory of each rank, "4 GB"; other rows are on disk, or on table servers; empty: all of it'
     )
     hits: str = Field(default="", description="hits of caches that `shardwright cache-sim --write` recorded, a file")
@@ -133,14 +133,6 @@ class PlanSettings(Section):
         "",
         description='rows to the ranks of their experts ("flat"), or tokens to their hosts ("hosts"); empty: fastest',
     )
-
-    @field_validator("memory")
-    @classmethod
-    def _check_memory(cls, text: str) -> str:
-        """Raise unless it is a number of bytes with a unit."""
-        if text:
-            parse_bytes(text)
-        return text
 
     @field_validator("balance")
     @classmethod

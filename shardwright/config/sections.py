@@ -2,9 +2,9 @@
 
 import re
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 BYTE_UNITS = MappingProxyType({"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12})
 
@@ -31,3 +31,13 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise ValueError(f'"{text}" is not a number of bytes; wanted one with a unit (kB, MB, GB, TB), as "4 GB"')
     return int(float(match[1]) * BYTE_UNITS[match[2]])
+
+
+def _check_bytes(text: str) -> str:
+    """Raise unless it is empty, or a number of bytes with a unit."""
+    if text:
+        parse_bytes(text)
+    return text
+
+
+ByteText = Annotated[str, AfterValidator(_check_bytes)]

@@ -1,8 +1,8 @@
 """Section [servers] of a recipe: table servers that the run starts, or that run already."""
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from shardwright.config.sections import Section, parse_bytes
+from shardwright.config.sections import ByteText, Section, parse_bytes
 from shardwright.errors import UserError
 
 
@@ -16,18 +16,10 @@ class ServerSettings(Section):
         False,
         description="servers own all rows, and ranks have copies; false: they have rows that ranks have no room for",
     )
-    memory: str = Field("", description='memory of each table server, "64 GB"; empty: enough for all rows')
+    memory: ByteText = Field("", description='memory of each table server, "64 GB"; empty: enough for all rows')
     timeout: float = Field(
         60.0, gt=0, strict=False, description="seconds without a message from a table server after which the run fails"
     )
-
-    @field_validator("memory")
-    @classmethod
-    def _check_memory(cls, text: str) -> str:
-        """Raise unless it is a number of bytes with a unit."""
-        if text:
-            parse_bytes(text)
-        return text
 
     @property
     def num(self) -> int:

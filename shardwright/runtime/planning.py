@@ -17,6 +17,7 @@ from shardwright import config
 from shardwright.comm.mesh import host_topology, select_device, world_size
 from shardwright.config import PlanSettings, Settings
 from shardwright.config.overrides import apply_overrides
+from shardwright.config.sections import parse_bytes
 from shardwright.config.servers import ServerSettings
 from shardwright.data.sources.source import Source
 from shardwright.errors import UserError
@@ -174,7 +175,7 @@ def _make_cluster(settings: PlanSettings, num_hosts: int, ranks_per_host: int, n
         raise UserError(
             f"plan.cluster={settings.cluster} has {cluster.num_ranks} ranks, this job {num_ranks}; measure {num_ranks}"
         )
-    return presets.limit_memory(cluster, config.parse_bytes(settings.memory)) if settings.memory else cluster
+    return presets.limit_memory(cluster, parse_bytes(settings.memory)) if settings.memory else cluster
 
 
 def plan_over_ranks(
@@ -290,7 +291,7 @@ def read_plan_request(source: str, overrides: Sequence[str], cluster: str, batch
         workload = with_recorded_hits(workload, plan.hits)
     machines = presets.load_cluster(cluster)
     if plan.memory:
-        machines = presets.limit_memory(machines, config.parse_bytes(plan.memory))
+        machines = presets.limit_memory(machines, parse_bytes(plan.memory))
     request = _server_request(servers)
     return PlanRequest(workload, machines, batch_size, tuple(allow), plan, trace, accumulate, request)
 
