@@ -98,20 +98,28 @@ def make_statistics(features: Sequence[str]) -> list[Any]:
     return [FeatureStatistics(name, 1.0, distinct[-1][1], popularity, distinct) for name in features]
 
 
-def make_results(name: str, cluster: Any) -> dict[str, Any]:
-    """By side, its plan and the candidate that predicts it."""
-    from shardwright import Bounded, allow_staleness
+def make_problem(name: str, cluster: Any) -> Any:
+    """What the planner knows: the workload with the statistics of the stream, on a cluster."""
     from shardwright.measure.describe import describe
     from shardwright.planner import search
-    from shardwright.planner.plan import exact_precision, make_plan
-    from shardwright.planner.reprice import reprice_plan
+    from shardwright.planner.plan import exact_precision
 
     batch = make_batch(name, 0, LOCAL_BATCH * RANKS)
     workload = describe(make_model(name), batch, make_statistics(batch.features.features))
+    return search.define_problem(workload, cluster, LOCAL_BATCH * RANKS, exact_precision(workload))
+
+
+def make_results(name: str, cluster: Any) -> dict[str, Any]:
+    """By side, its plan and the candidate that predicts it."""
+    from shardwright import Bounded, allow_staleness
+    from shardwright.planner.plan import make_plan
+    from shardwright.planner.reprice import reprice_plan
+
+    problem = make_problem(name, cluster)
+    workload = problem.workload
     exact = make_plan(workload, cluster)
     allowed = make_plan(workload, cluster, allow=("staleness<=800",))
     copied = [table.table for table in allowed.plan.tables if table.travel == "rows"]
-    problem = search.define_problem(workload, cluster, LOCAL_BATCH * RANKS, exact_precision(workload))
     sides = {"exact": (exact.plan, exact.candidate), "exact A/A": (exact.plan, exact.candidate)}
     for bound in (10, 100):
         bounds = dict.fromkeys(copied, Bounded(bound, bound, COPIES))

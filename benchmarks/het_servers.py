@@ -1,7 +1,7 @@
 """HET's own topology: workers that read and update tables on one server over its slow link.
 
-    python -m benchmarks.het_servers [--model MODEL ...] [--rates RATE ...] [--links all|server] [--rounds N]
-        [--cluster FILE] [--write NAME]
+    python -m benchmarks.het_servers [--model MODEL ...] [--rates RATE ...] [--links all|server] [--sides SIDE ...]
+        [--rounds N] [--cluster FILE] [--write NAME]
 
 As root. An emulated lab of 9 hosts: 8 workers with 0.2 core, and a server without a quota, to which they leave 0.4 core
 of two. Models, tables and ids are those of benchmarks.het. All sides train in turns, in an order that rotates each
@@ -24,8 +24,8 @@ The rivals' own systems are not run: these are our messages, with as many rows a
 all-reduced between workers on all sides but the first. Messages are not encrypted. What a step takes longer than with
 10 Gbit/s is its exposed communication. A JSON line per side and rate: milliseconds per step (median, least, most),
 speedup over the side without a cache in the same round, kilobytes per step on the server's link in both directions,
-exposed milliseconds, and the speedup that bytes on the link, one direction after the other, and steps with 10 Gbit/s
-would give (`bound`).
+exposed milliseconds, the speedup that bytes on the link, one direction after the other, and steps with 10 Gbit/s
+would give (`bound`), and at the first rate, if all links have it, the planner's step (`predicted_ms`).
 """
 
 import argparse
@@ -40,10 +40,11 @@ from typing import Any
 
 from benchmarks import results_file
 from benchmarks.het import CPU, MODELS, RANKS, moved_rows
-from benchmarks.het_sides import BASE, SERVED, SIDES
+from benchmarks.het_sides import BASE, SERVED, SIDES, predict
 from benchmarks.sharding import measure, median_min_max, start_job
 from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape, parse_bits_per_second
+from shardwright.spec import presets
 
 SERVER_CPU = 0.0  # no quota
 FREE_RATE = "10gbit"
@@ -66,18 +67,18 @@ def server_bytes(lab: Lab) -> tuple[int, int]:
 
 def run_sides(name: str, cluster: str, args: argparse.Namespace) -> dict[str, Replies]:
     """Train in turns; by rate, the replies with a step's bytes on the server's link."""
-    replies: dict[str, Replies] = {rate: {side: [] for side in SIDES} for rate in (FREE_RATE, *args.rates)}
+    replies: dict[str, Replies] = {rate: {side: [] for side in args.sides} for rate in (FREE_RATE, *args.rates)}
     hosts = [Host(uplink=FREE_RATE, cpu=CPU)] * RANKS + [Host(uplink=FREE_RATE, cpu=SERVER_CPU)]
     with TemporaryDirectory() as folder, Lab(Shape(tuple(hosts)), "het") as lab:
-        call = f"from benchmarks.het_sides import worker; worker({folder!r}, {name!r}, {cluster!r}, {list(SIDES)!r})"
+        call = f"from benchmarks.het_sides import worker; worker({folder!r}, {name!r}, {cluster!r}, {args.sides!r})"
         with start_job(lab, folder, "ours", [sys.executable, "-c", call]) as client:
-            for side in SIDES:
+            for side in args.sides:
                 client.run_turn(side, 2 if args.smoke else warm_steps(side), 1)
                 print(f"{side}: warm", file=sys.stderr)
             for rate, number in [(rate, number) for rate in replies for number in range(args.rounds)]:
                 lab.set_uplinks(rate, [RANKS] if args.links == "server" else None)
-                first = number % len(SIDES)
-                for side in (*SIDES[first:], *SIDES[:first]):
+                first = number % len(args.sides)
+                for side in (*args.sides[first:], *args.sides[:first]):
                     before = server_bytes(lab)
                     reply = client.run_turn(side, UNMEASURED_STEPS, args.steps)
                     steps = UNMEASURED_STEPS + args.steps
@@ -97,24 +98,27 @@ def run(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             rate = FREE_RATE if args.links == "server" else args.rates[0]
             with Lab(Shape((Host(uplink=rate, cpu=CPU),) * RANKS), "het") as lab:
                 measure(lab, Path(cluster))
-        replies = run_sides(name, cluster, args)
+        replies, predicted = run_sides(name, cluster, args), predict(name, presets.load_cluster(cluster))
     free = replies[FREE_RATE]
     lines = [line for rate, own in replies.items() for line in result_lines(rate, own, free, args.steps)]
+    for line in lines if args.links == "all" else ():
+        if line["rate"] == args.rates[0] and line["side"] in predicted:
+            line["predicted_ms"] = round(predicted[line["side"]], 1)
     return [{"benchmark": "het_servers", "model": name, "links": args.links} | line for line in lines]
 
 
 def result_lines(
     rate: str, replies: Mapping[str, list[dict[str, Any]]], free: Replies, steps: int
 ) -> list[dict[str, Any]]:
-    times = {side: [1e3 * reply["seconds"] / steps for reply in replies[side]] for side in SIDES}
-    free_ms = {side: 1e3 * median(reply["seconds"] for reply in free[side]) / steps for side in SIDES}
+    times = {side: [1e3 * reply["seconds"] / steps for reply in replies[side]] for side in replies}
+    free_ms = {side: 1e3 * median(reply["seconds"] for reply in free[side]) / steps for side in replies}
     kilobytes = {
-        side: [1e-3 * median(reply["bytes"][way] for reply in replies[side]) for way in (0, 1)] for side in SIDES
+        side: [1e-3 * median(reply["bytes"][way] for reply in replies[side]) for way in (0, 1)] for side in replies
     }
-    link_ms = {side: 8e6 * sum(kilobytes[side]) / parse_bits_per_second(rate) for side in SIDES}
-    exposed = {side: median(times[side]) - free_ms[side] for side in SIDES}
+    link_ms = {side: 8e6 * sum(kilobytes[side]) / parse_bits_per_second(rate) for side in replies}
+    exposed = {side: median(times[side]) - free_ms[side] for side in replies}
     lines = list[dict[str, Any]]()
-    for side in SIDES:
+    for side in replies:
         ratios = [base / ms for base, ms in zip(times[BASE], times[side], strict=True)]
         line: dict[str, Any] = {"rate": rate, "side": side, "rounds": len(ratios)}
         line |= {"ms": median_min_max(times[side]), "over_no_cache": median_min_max(ratios, 2)}
@@ -135,12 +139,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", nargs="*", choices=MODELS, default=MODELS)
     parser.add_argument("--rates", nargs="*", default=["250mbit", "100mbit", "60mbit"], help="of the links")
     parser.add_argument("--links", choices=("all", "server"), default="all", help="others have 10 Gbit/s")
+    parser.add_argument(
+        "--sides", nargs="*", choices=SIDES, default=SIDES, help="the side without a cache is one of them"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="of a turn")
     parser.add_argument("--cluster", default="", metavar="FILE", help="cluster file of such a lab; measured if missing")
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     args = parser.parse_args(arguments)
+    args.sides = [side for side in SIDES if side in {BASE, *args.sides}]
     if args.smoke:
         args.model, args.rates, args.rounds, args.steps = MODELS[:1], ["1gbit"], 1, 2
     lines: list[dict[str, Any]] = []

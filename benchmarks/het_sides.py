@@ -16,6 +16,7 @@ from benchmarks.het import (
     RANKS,
     make_batch,
     make_model,
+    make_problem,
     make_results,
     train_turns,
 )
@@ -215,6 +216,20 @@ def make_plan(name: str, side: str, model: Any, exact: Any, cluster: Any) -> Any
         shard_rows = {t.table: max(rect.rows[1] - rect.rows[0] for rect in t.rects) for t in plan.tables}
         return keep_on_servers(plan, {table: int(rows * own.in_memory) for table, rows in shard_rows.items()})
     return keep_on_servers(plan, {table.table: Bounded(own.bound, own.bound, COPIES) for table in plan.tables})
+
+
+def predict(name: str, cluster: Any) -> dict[str, float]:
+    """Milliseconds of a step of the sides whose tables have copies on the workers, by side."""
+    from shardwright.planner.plan import make_plan as plan_tables
+    from shardwright.planner.reprice import reprice_plan
+
+    problem, milliseconds = make_problem(name, cluster), dict[str, float]()
+    exact = plan_tables(problem.workload, cluster).plan
+    for side, own in SERVED.items():
+        if own.has_copies and not own.in_memory and not own.follows_het:
+            plan = make_plan(name, side, None, exact, cluster)
+            milliseconds[side] = 1e3 * reprice_plan(problem, plan).seconds
+    return milliseconds
 
 
 def build_job(name: str, side: str, exact: Any, cluster: Any) -> tuple[Any, Any]:
