@@ -96,9 +96,8 @@ def average_work(candidate: Candidate) -> float:
 def _describe_layout(candidate: Candidate, number: int, load: TableLoad, average: float) -> str:
     problem, sharding = candidate.problem, candidate.sharding(number)
     if (copied := problem.row_exchange_loads[number].copied) is not None and copied.is_served:
-        return (
-            f"table servers own its rows; each rank has copies of up to {copied.sync.copies:,} of {load.table.rows:,}"
-        )
+        num_copies = min(copied.sync.copies, load.table.rows)
+        return f"table servers own its rows; each rank has copies of up to {num_copies:,} of {load.table.rows:,}"
     unsharded = search.unsharded_unit(problem, number)
     if problem.cluster.num_ranks == 1:
         return "one rank holds the whole table"

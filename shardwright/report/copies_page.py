@@ -120,7 +120,7 @@ def _table_grid(run: RunRecord, windows: dict[str, list[CopyWindow]]) -> Grid:
         predicted = [f"{share:.1f}" for share in _predicted_shares(run, tables)] or [""] * len(SHARES)
         pairs = [text for pair in zip(measured, predicted, strict=True) for text in pair]
         rows.append((first, f"{sum(window.read for window in own) / num_steps:,.0f}", *pairs))
-    headings = [text for name, _ in SHARES for text in (f"{name}, %", f"{name}, predicted")]
+    headings = [text for _, field in SHARES for text in (f"{field}, %", "predicted")]
     return Grid(("tables", "rows read per step", *headings), tuple(rows))
 
 
