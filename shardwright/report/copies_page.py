@@ -119,9 +119,11 @@ def _table_grid(run: RunRecord, windows: dict[str, list[CopyWindow]]) -> Grid:
         measured = [f"{_share(own, field):.1f}" for _, field in SHARES]
         predicted = [f"{share:.1f}" for share in _predicted_shares(run, tables)] or [""] * len(SHARES)
         pairs = [text for pair in zip(measured, predicted, strict=True) for text in pair]
-        rows.append((first, f"{sum(window.read for window in own) / num_steps:,.0f}", *pairs))
+        lookups = sum(window.lookups for window in own)
+        hits = f"{100 - 100 * sum(window.sent_lookups for window in own) / lookups:.1f}" if lookups else ""
+        rows.append((first, f"{sum(window.read for window in own) / num_steps:,.0f}", hits, *pairs))
     headings = [text for _, field in SHARES for text in (f"{field}, %", "predicted")]
-    return Grid(("tables", "rows read per step", *headings), tuple(rows))
+    return Grid(("tables", "rows read per step", "hits, % of lookups", *headings), tuple(rows))
 
 
 def _predicted_shares(run: RunRecord, tables: Sequence[str]) -> list[float]:

@@ -62,7 +62,8 @@ class CopyWindow:
 
     `tables`: names of tables that share their copies. `read`: distinct rows of other ranks in batches; of these,
     `validated` had an expired lease, `sent` were sent by their owners, and `pushed` had updates pushed. `missed`: of
-    the copies that were validated, how many missed 0, 1, 2 to 3, 4 to 7, ... updates.
+    the copies that were validated, how many missed 0, 1, 2 to 3, 4 to 7, ... updates. `lookups`: ids of these rows, of
+    which `sent_lookups` had their row sent; 0: not recorded.
     """
 
     step: int
@@ -73,6 +74,8 @@ class CopyWindow:
     sent: int
     pushed: int
     missed: tuple[int, ...]
+    lookups: int = 0
+    sent_lookups: int = 0
 
     def to_line(self) -> str:
         return dumps(files.to_plain(self), separators=(",", ":")) + "\n"

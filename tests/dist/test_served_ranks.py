@@ -66,6 +66,18 @@ def train(world: int, optimizer, addresses, overlap: bool, sync: Bounded, folder
     return outputs, evaluated, {name: value for name, value in state.tensors.items() if not value.is_meta}, counts
 
 
+def num_lookups(optimizer, tables) -> int:
+    """Ids of these tables in all training batches."""
+    names = {feature.name for feature in make_model(optimizer).sparse.features if feature.table in tables}
+    batches = [batch(step).features for step in range(STEPS)]
+    return sum(
+        int(lengths.sum())
+        for features in batches
+        for name, lengths in zip(features.features, features.lengths, strict=True)
+        if name in names
+    )
+
+
 def assert_equal_to(answers, reference) -> None:
     for part, expected_parts in enumerate(reference[:2]):
         for number, expected in enumerate(expected_parts):
@@ -86,6 +98,9 @@ def test_bounds_of_0_train_like_one_process(ranks, servers, optimizer):
         counts = next(iter(answers[0][3].values()))
         assert counts.sent < counts.validated == counts.pushed == counts.read
         assert 0 < sum(counts.missed) <= counts.validated
+        assert 0 < counts.sent_lookups < counts.lookups
+        lookups = sum(each.lookups for answer in answers for each in answer[3].values())
+        assert lookups == num_lookups(optimizer, ("t0", "t2"))
 
 
 def count(world: int, sync: Bounded, batches, overlap: bool, addresses):

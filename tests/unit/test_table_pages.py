@@ -136,9 +136,11 @@ def test_predicted_hits_of_lookups_are_those_of_a_simulated_stream(lines):
 )
 def test_copies_say_who_owns_the_rows(tmp_path, change, title, words):
     workload = skewed_workload()
-    windows = [CopyWindow(10 * k, 10, "t0, t1", 1000, 400, 100, 300, (50, 30, *[0] * 31)) for k in range(1, 5)]
+    missed = (50, 30, *[0] * 31)
+    windows = [CopyWindow(10 * k, 10, "t0, t1", 1000, 400, 100, 300, missed, 5000, 200) for k in range(1, 5)]
     section = describe_copies(write_run(tmp_path, change(plan_of(workload)), workload, copies=windows))
     assert section is not None and section.title == title
+    assert cells(section.tables)["2 hits, % of lookups"] == "96.0" and cells(section.tables)["5 sent, %"] == "10.0"
     for part in words:
         assert part in section.text + section.note
     assert f"<h2>{title}</h2>" in render(tmp_path).read_text()
@@ -149,7 +151,10 @@ def test_one_rank_that_reads_from_servers_has_a_page(tmp_path):
     plan = keep_on_servers(one_rank_plan(workload), {"t0": Bounded(0, 0, 4096)})
     run = write_run(tmp_path, plan, workload, copies=[CopyWindow(10, 10, "t0", 1000, 400, 100, 300, (0,) * 33)])
     section = describe_copies(run)
-    assert section is not None and cells(section.tables)["3 validated, predicted"] == ""
+    assert (
+        section is not None
+        and cells(section.tables)["4 predicted"] == "" == cells(section.tables)["2 hits, % of lookups"]
+    )
     assert (tmp_path / COPIES_FILE).exists() and "exact" not in section.text
 
 

@@ -6,6 +6,7 @@ Shape legend: R ranks, U distinct rows of a batch, A rows whose copies are valid
 with updates, O rows of this rank, D columns, X values of a row and its optimizer state, S row ranges.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -58,18 +59,22 @@ class CopiedBatch:
 @dataclass(frozen=True, slots=True)
 class CopyCounts:
     """Counts of this rank since the start. `read`: distinct rows of other ranks in its batches; of these, `validated`
-    had an expired lease, `sent` were sent by their owners, and `pushed` had updates pushed. `missed`: of the copies
-    that this rank validated as owner, how many missed 0, 1, 2 to 3, 4 to 7, ... updates."""
+    had an expired lease, `sent` were sent by their owners, and `pushed` had updates pushed. `lookups`: ids of these
+    rows in batches, of which `sent_lookups` had their row sent. `missed`: of the copies that this rank validated as
+    owner, how many missed 0, 1, 2 to 3, 4 to 7, ... updates."""
 
     read: int
     validated: int
     sent: int
     pushed: int
+    lookups: int
+    sent_lookups: int
     missed: tuple[int, ...]
 
     @property
     def numbers(self) -> list[int]:
-        return [self.read, self.validated, self.sent, self.pushed, *self.missed]
+        own = [self.read, self.validated, self.sent, self.pushed, self.lookups, self.sent_lookups]
+        return [*own, *self.missed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +160,12 @@ class BoundedGroup:
         self.clocks = RowClocks(weight, state, lease)
         self.row_width = self.dim + sum(part[:1].numel() for part in self.copies.state.values())
         self.update_width = self.dim + self._num_squares
-        self._counted = [0, 0, 0, 0]  # the first fields of CopyCounts
+        self._counted = Counter[str]()  # the first fields of CopyCounts
 
     @property
     def counts(self) -> CopyCounts:
-        read, validated, sent, pushed = self._counted
-        return CopyCounts(read, validated, sent, pushed, tuple(self.clocks.missed.tolist()))
+        own = {name: self._counted[name] for name in ("read", "validated", "sent", "pushed", "lookups", "sent_lookups")}
+        return CopyCounts(**own, missed=tuple(self.clocks.missed.tolist()))
 
     def find_copies(self, rows_U: Tensor, uses_U: Tensor, *, training: bool) -> CopiedBatch:
         owner_U = self.numbers.owners(rows_U)
@@ -177,13 +182,11 @@ class BoundedGroup:
         counts = [torch.bincount(owners, minlength=self._num_owners) for owners in (owner_U[expired], owner_V)]
         order_V = owner_V.argsort(stable=True)
         if training:
-            self._count(len(other_R), len(expired), 0, len(pushed_V))
+            self._counted.update(read=len(other_R), validated=len(expired), pushed=len(pushed_V))
+            self._counted["lookups"] += int(uses_U[other_R].sum())
         counts_R = torch.stack(counts, 1)
         expired_A, versions_A = expired[order_A], versions[order_A]
         return CopiedBatch(rows_U, uses_U, owned_O, other_R, copies, expired_A, versions_A, order_V, counts_R)
-
-    def _count(self, *numbers: int) -> None:
-        self._counted = [before + number for before, number in zip(self._counted, numbers, strict=True)]
 
     def validation_requests(self, batch: CopiedBatch) -> Iterator[list[Tensor]]:
         """By owner: rows to validate, versions of their copies; rows with updates, numbers of updates and of uses."""
@@ -247,7 +250,8 @@ class BoundedGroup:
         order_F = batch.expired_A[batch.is_new_A].argsort()
         versions_F = batch.new_versions_A[batch.is_new_A][order_F]
         leases_A = batch.leases_A[order_A]
-        self._count(0, 0, len(values_FX), 0)
+        sent_lookups = int(batch.uses_U[batch.expired_A[batch.is_new_A]].sum())
+        self._counted.update(sent=len(values_FX), sent_lookups=sent_lookups)
         self.copies.fill(batch.copies, leases_A, is_new_A, values_FX[order_F], versions_F, optimizer)
         weight_UD.index_copy_(0, batch.other_R, self.copies.read(batch.copies))
         return weight_UD

@@ -46,8 +46,9 @@ class TableRecorder:
         windows: list[CopyWindow] = []
         for tables, numbers in totals.items():
             moved = [a - b for a, b in zip(numbers, before.get(tables, [0] * len(numbers)), strict=True)]
-            read, validated, sent, pushed, *missed = moved
-            windows.append(CopyWindow(step, step - first_step, tables, read, validated, sent, pushed, tuple(missed)))
+            read, validated, sent, pushed, *lookups = moved[:6]
+            own = read, validated, sent, pushed, tuple(moved[6:])
+            windows.append(CopyWindow(step, step - first_step, tables, *own, *lookups))
         return windows
 
     def _gather_caches(self, step: int) -> list[CacheWindow]:
