@@ -438,7 +438,6 @@ def connection(address, key_file=""):
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.filterwarnings("ignore:Exception in thread")  # it ends the server
 @pytest.mark.parametrize(
     "name, message",
     (
@@ -476,6 +475,8 @@ def test_a_wait_for_a_server_that_answers_only_pings_says_what_is_missing(name, 
         context.destroy(linger=0)
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.filterwarnings("ignore:Exception in thread")  # it ends the server
 @pytest.mark.parametrize("has_keys", (False, True))
 def test_garbage_and_clients_without_keys_disturb_no_other(tmp_path, monkeypatch, has_keys):
     with pytest.raises(UserError, match="no keys are set; .*serve-tables --new-keys DIR.*, then serve with --keys"):
