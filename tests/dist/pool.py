@@ -60,7 +60,7 @@ class Pool:
             self._processes.append(process)
             self._imported.append(set())
 
-    def run(self, world: int, function: Callable[..., Any], *args: Any, seconds: float = 60.0) -> list[Any]:
+    def run(self, world: int, function: Callable[..., Any], *args: Any, seconds: float = 180.0) -> list[Any]:
         """Call a module-level function in the first `world` ranks; returns the results by rank, fails on exceptions."""
         self._start(world)
         if not all(function.__module__ in imported for imported in self._imported[:world]):
