@@ -19,11 +19,11 @@ SAMPLES_AT_ONCE = 256
 
 
 def scores(job: Job, source: Any) -> dict[str, float]:
-    """Accuracy over all neighbors of the nodes of `source`; empty for other models, several ranks and large graphs."""
-    if not isinstance(source, Neighborhoods) or not isinstance(job.model, GraphSAGE) or job.mesh.size > 1:
+    """Accuracy of the test part over all neighbors; empty for other sources and models, several ranks, large graphs."""
+    if not isinstance(source, Neighborhoods) or source.part != "test" or not isinstance(job.model, GraphSAGE):
         return {}
     graph = source.graph
-    if not len(source.nodes) or len(graph.neighbors.values) > MAX_EDGES:
+    if job.mesh.size > 1 or not len(source.nodes) or len(graph.neighbors.values) > MAX_EDGES:
         return {}
     was_training = job.model.training
     job.model.eval()
