@@ -23,6 +23,8 @@ from shardwright.spec.row_cache import (
     OWNER_BYTES,
     ROW_INDEX_BYTES,
     SAVED_ROW_BYTES,
+    SERVERS,
+    STORE_SPACE,
     copy_bytes,
     id_map_bytes,
 )
@@ -49,15 +51,20 @@ def available_bytes() -> int:
     return min([host_bytes, *_container_bytes()])
 
 
-def check_fits(workload: Workload, plan: Plan, model: nn.Module, rank: int, train: TrainSettings) -> None:
+def check_fits(
+    workload: Workload, plan: Plan, model: nn.Module, rank: int, train: TrainSettings, *, starts_servers: bool = False
+) -> None:
     """Raise an error if the plan's tables do not fit this host.
 
-    All ranks call it before any rank allocates its tables; the first rank of each host checks for the whole host.
+    All ranks call it before any rank allocates its tables; the first rank of each host checks for the whole host, that
+    of the first host also for the plan's table servers, if the run starts them.
     """
     if rank != host_id(rank):
         return
     ranks = range(rank, rank + host_topology()[1])
     available, needs = available_bytes(), table_bytes_by_purpose(workload, plan, model, ranks, train)
+    if starts_servers and rank == 0 and plan.servers:
+        needs["the table servers that the run starts"] = server_bytes(workload, plan)
     if (need := sum(needs.values())) <= available:
         return
     purposes = ", ".join(f"{format_bytes(bytes_)} for {purpose}" for purpose, bytes_ in needs.items())
@@ -87,6 +94,22 @@ def _copies_bytes(workload: Workload, plan: Plan, ranks: Sequence[int]) -> int:
             own = (rect for rect in planned.rects if set(rect.ranks) & set(ranks))
             total += OWNER_BYTES * sum(rect.rows[1] - rect.rows[0] for rect in own)
     return total
+
+
+def server_bytes(workload: Workload, plan: Plan) -> int:
+    """Bytes of the rows on table servers, with the copy that a checkpoint is written from."""
+    shapes, bytes_ = {table.name: table for table in workload.tables}, 0
+    for planned in plan.tables:
+        table, tiers = shapes[planned.table], planned.placement.tiers
+        has_tier = bool(tiers) and tiers[-1].tier == SERVERS
+        owns = min(planned.rects[0].ranks) >= plan.num_ranks
+        if not (has_tier or owns):
+            continue
+        state_shapes = optimizer.state_shapes(workload.optimizer, table.rows, table.dim) if workload.optimizer else {}
+        state = sum(map(prod, state_shapes.values())) * DTYPE_BYTES[state_dtype(table.dtype)]
+        bytes_ += round(STORE_SPACE * (table.rows * table.dim * DTYPE_BYTES[planned.placement.weight_dtype] + state))
+        bytes_ += OWNER_BYTES * table.rows * owns
+    return bytes_
 
 
 def table_bytes_by_purpose(

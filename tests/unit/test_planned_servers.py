@@ -21,7 +21,7 @@ from shardwright.planner.problem import ServerRequest
 from shardwright.planner.step import server_calls
 from shardwright.planner.tables import cache_hits
 from shardwright.runtime import planning
-from shardwright.runtime.memory_check import table_bytes_by_purpose
+from shardwright.runtime.memory_check import check_fits, server_bytes, table_bytes_by_purpose
 from shardwright.runtime.planning import preview
 from shardwright.runtime.supported import cached_rows, is_cached_from_servers
 from shardwright.spec import files
@@ -147,6 +147,8 @@ def test_servers_own_all_rows_and_ranks_have_copies():
     loads = [load.copied for load in result.candidate.problem.row_exchange_loads]
     assert needs["copies of rows of other ranks"] == 2 * sum(copied.bytes_ for copied in loads if copied is not None)
     assert needs["weights"] == 0, "servers have them"
+    with_clocks = sum(table.rows * (table.dim * 4 * 2 + 16) for table in LARGE.tables) + 2 * LARGE.state_bytes
+    assert server_bytes(LARGE, result.plan) == with_clocks
     copies = result.candidate.problem.bytes_on_every_rank(result.candidate.placed)
     assert 0.6 * 0.9 * MEMORY < copies < 0.9 * MEMORY, "copies take the memory that is left"
     assert any(stage.name == "fetch" for stage in result.plan.stages)

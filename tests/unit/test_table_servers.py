@@ -1,9 +1,11 @@
 """Table servers without processes: messages that are late, lost, repeated, damaged or wrong, journals, and sockets."""
 
+import errno
 import json
 import random
 import sys
 import threading
+import time
 import zlib
 from collections import Counter
 from contextlib import contextmanager
@@ -291,8 +293,22 @@ def test_garbage_changes_nothing(name, arrays, frames):
     assert is_equal(before, state(handler))
 
 
-def run_with_journal(directory):
-    """The calls of a run; after each, and before the first, the state and the content of the journal."""
+def restored(directory):
+    """A handler that has read the journal."""
+    handler = CallHandler(CallJournal(directory))
+    for _ in handler.restore():
+        pass
+    return handler
+
+
+def wait_for_copy(handler):
+    while handler._journal.is_copying and handler._journal.end_copy() is None:
+        time.sleep(0.001)
+
+
+def run_with_journal(directory, *, waits=False):
+    """The calls of a run; after each, and before the first, the state and the files of the journal. `waits`: for the
+    copies of the rows."""
     stores = StoreSpec("s", 5, 2, "float64"), StoreSpec("s", 3, 2, "float64")
     spec, rows = OwnedSpec(0, 2, AdaGrad(0.1), GROUPS, stores), torch.arange(5)
     handler, ones = CallHandler(CallJournal(directory)), torch.ones(5, 2).double()
@@ -301,7 +317,7 @@ def run_with_journal(directory):
         calls.draw_call(0, rows, rows + 7, 1 << 62, 0.5),
         calls.swap_call([Swap(0, rows[1:3], ones[:2], rows)]),
     ]
-    states, contents, pushes = [state(handler)], [b""], make_pushes(spec, 6)
+    states, contents, pushes = [state(handler)], [{}], make_pushes(spec, 6)
     for round_, rank in ((0, 0), *((i // 2 + 1 - i % 2, i % 2) for i in range(10)), (5, 1)):
         messages.append(numbered(calls.push_call(round_, pushes[round_][rank]), rank))
     swaps = [Swap(1, rows[:2], 3 * ones[:2], rows[:0]), Swap(0, rows[2:4], 2 * ones[:2], rows[:1])]
@@ -309,8 +325,11 @@ def run_with_journal(directory):
     messages = [numbered(message) for message in messages]
     for message in messages:
         states.append(state(send(handler, [message])))
-        contents.append((directory / "rows.journal").read_bytes())
+        if waits:
+            wait_for_copy(handler)
+        contents.append(read_files(directory))
     assert states[-1][0] == 6
+    handler.close()
     return messages, states, contents
 
 
@@ -333,10 +352,10 @@ def test_a_swap_writes_before_it_reads_and_a_kept_store_does_not_change():
 
 
 @pytest.mark.parametrize("restarts", (False, True))
-@pytest.mark.parametrize("compacts", (False, True))
-def test_changes_that_come_again_after_later_ones_change_nothing(tmp_path, monkeypatch, restarts, compacts):
+@pytest.mark.parametrize("copies", (False, True))
+def test_changes_that_come_again_after_later_ones_change_nothing(tmp_path, monkeypatch, restarts, copies):
     """As from a connection that the rank has lost, whose bytes arrive after those of the next one."""
-    monkeypatch.setattr(call_handler, "MIN_COMPACTED_BYTES", 0 if compacts else 1 << 30)
+    monkeypatch.setattr(call_handler, "MIN_COPIED_BYTES", 0 if copies else 1 << 30)
     rows, values = torch.arange(2), torch.ones(2, 4).double()
     put = calls.put_call(Place(0, "weight"), rows, (0, 2), values[:, :2])
     calls_of_step = [put, calls.draw_call(0, rows, rows, 1, 1.0), calls.swap_call([Swap(0, rows, values, rows)])]
@@ -345,19 +364,27 @@ def test_changes_that_come_again_after_later_ones_change_nothing(tmp_path, monke
     later = [calls.push_call(0, make_pushes(ONE_RANK, 1)[0][0]), calls.swap_call([Swap(0, rows, 2 * values, rows)])]
     before = state(send(handler, later))
     if restarts:
+        wait_for_copy(handler)
+        assert (tmp_path / "a" / "1.copy").exists() != copies
         handler.close()
-        handler = CallHandler(CallJournal(tmp_path / "a"))
+        handler = restored(tmp_path / "a")
     assert is_equal(state(send(handler, earlier)), before)
     assert ask(handler, earlier[-1])["values"] == [(2 * values[:2]).tolist()], "what is there now"
     other = {**put.header, "connection": "state", "number": 1}
     assert not is_equal(state(send(handler, [Message(other, put.arrays)])), before), "connections count by themselves"
 
 
-def start_again(directory, content):
-    """A handler that reads a journal with this content."""
+def read_files(directory):
+    paths = [path for path in directory.iterdir() if path.name != "lock"]
+    return {path.name: path.read_bytes() for path in paths if path.exists()}  # a draft may become a copy
+
+
+def start_again(directory, files):
+    """A handler that reads a journal with these files."""
     directory.mkdir()
-    (directory / "rows.journal").write_bytes(content)
-    return CallHandler(CallJournal(directory))
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    return restored(directory)
 
 
 def assert_continues(handler, messages, states, num):
@@ -369,34 +396,62 @@ def assert_continues(handler, messages, states, num):
 
 def test_a_journal_that_was_cut_off_has_the_complete_records(tmp_path):
     messages, states, contents = run_with_journal(tmp_path)
-    ends = [*map(len, contents)]
+    ends = [len(files["1.calls"]) for files in contents[1:]]
+    calls = contents[-1]["1.calls"]
     cuts = random.Random(0).sample(range(ends[-1]), 30)
     for cut in {*cuts, *ends, *(end - 1 for end in ends[1:]), *(end + 9 for end in ends[:-1])}:
-        restarted = start_again(tmp_path / str(cut), contents[-1][:cut])
-        assert_continues(restarted, messages, states, sum(end <= cut for end in ends) - 1)
-        assert (tmp_path / str(cut) / "rows.journal").read_bytes() == contents[-1], "without what was cut off"
+        restarted = start_again(tmp_path / str(cut), contents[-1] | {"1.calls": calls[:cut]})
+        assert_continues(restarted, messages, states, sum(end <= cut for end in ends))
+        assert read_files(tmp_path / str(cut)) == contents[-1], "without what was cut off"
 
 
 # A record is the number of frames, their lengths, each with a check, then a header, then arrays.
 @pytest.mark.parametrize("part", ("number of frames", "length", "check", "round", "sign", "value"))
 def test_a_damaged_record_is_an_error(tmp_path, part):
     messages, _, contents = run_with_journal(tmp_path)
-    content, begin, end = bytearray(contents[-1]), len(contents[6]), len(contents[7])
+    content, begin, end = bytearray(contents[-1]["1.calls"]), *(len(contents[i]["1.calls"]) for i in (6, 7))
     head = begin + 8 * (2 + len(messages[6].encode()))
     round_ = content.index(b'"round": ', head) + len(b'"round": ')
     flips = {"number of frames": (begin + 1, 128), "length": (begin + 12, 1), "check": (head - 4, 1)}
     position, bits = (flips | {"round": (round_, 1), "sign": (end - 1, 128), "value": (end - 5, 255)})[part]
     content[position] ^= bits
-    with pytest.raises(UserError, match=str(tmp_path / "again" / "rows.journal")):
-        start_again(tmp_path / "again", content)
+    with pytest.raises(UserError, match=str(tmp_path / "again" / "1.calls")):
+        start_again(tmp_path / "again", contents[-1] | {"1.calls": content})
 
 
-def test_a_journal_that_was_replaced_by_the_rows_has_the_same_state(tmp_path, monkeypatch):
-    monkeypatch.setattr(call_handler, "MIN_COMPACTED_BYTES", 0)
-    messages, states, contents = run_with_journal(tmp_path)
-    for number, content in enumerate(contents):
-        assert_continues(start_again(tmp_path / str(number), content), messages, states, number)
-    assert b'"call": "rows"' in contents[-1]
+@pytest.mark.parametrize("waits", (False, True))
+def test_a_journal_whose_calls_were_replaced_by_the_rows_has_the_same_state(tmp_path, monkeypatch, waits):
+    """Also if the server is killed while a copy is written."""
+    monkeypatch.setattr(call_handler, "MIN_COPIED_BYTES", 0)
+    monkeypatch.setattr(call_handler, "COPIED_BYTES", 100)  # several records of a part
+    messages, states, contents = run_with_journal(tmp_path / "first", waits=waits)
+    for number, files in enumerate(contents):
+        assert_continues(start_again(tmp_path / str(number), files), messages, states, number)
+    if waits:
+        assert b'"call": "rows"' in contents[-1][f"{max(int(name.split('.')[0]) for name in contents[-1])}.copy"]
+
+
+def test_a_copy_that_is_not_whole_is_an_error(tmp_path):
+    _, _, contents = run_with_journal(tmp_path)
+    with pytest.raises(UserError, match=f"{tmp_path / 'again' / '1.copy'}: a record differs"):
+        start_again(tmp_path / "again", contents[-1] | {"1.copy": contents[-1]["1.copy"][:-1]})
+
+
+def test_calls_are_kept_if_no_copy_of_the_rows_can_be_written(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(call_handler, "MIN_COPIED_BYTES", 0)
+    write = CallJournal._write_copy
+
+    def write_copy(self, number, records):
+        if number > 1:
+            next(records)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, number, records)
+
+    monkeypatch.setattr(CallJournal, "_write_copy", write_copy)
+    messages, states, contents = run_with_journal(tmp_path / "first", waits=True)
+    assert {"1.copy", "1.calls", "2.calls"} <= set(contents[-1]), "2 follows 1"
+    assert "no copy of the rows was written: No space left on device; calls are kept" in capfd.readouterr().err
+    assert_continues(start_again(tmp_path / "again", contents[-1]), messages, states, len(messages))
 
 
 def test_a_snapshot_does_not_change_and_is_kept_until_all_have_released_it():
@@ -473,6 +528,38 @@ def test_a_wait_for_a_server_that_answers_only_pings_says_what_is_missing(name, 
         thread.join()
         connector.close()
         context.destroy(linger=0)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.filterwarnings("ignore:Exception in thread")  # it ends the server
+def test_a_server_that_reads_its_journal_for_long_is_waited_for(tmp_path, monkeypatch):
+    messages = [
+        calls.open_call(ONE_RANK),
+        *(calls.push_call(i, push) for i, (push,) in enumerate(make_pushes(ONE_RANK, 30))),
+    ]
+    earlier = [numbered(message, number=number) for number, message in enumerate(messages[:-1], start=1)]
+    handler = send(CallHandler(CallJournal(tmp_path)), earlier)
+    expected = state(handler)
+    handler.close()
+    restore = CallHandler.restore
+
+    def restore_slowly(self):
+        for each in restore(self):
+            time.sleep(0.1)  # 3 s, twice the timeout
+            yield each
+
+    monkeypatch.setattr(CallHandler, "restore", restore_slowly)
+    monkeypatch.setattr("shardwright.comm.transport.servers.PING_SECONDS", 0.2)
+    server, stopped = TableServer(journal=tmp_path), threading.Event()
+    monkeypatch.setattr(server, "_log", lambda write_line: stopped.is_set() and sys.exit())
+    thread = threading.Thread(target=server.run, args=(print,), daemon=True)
+    thread.start()
+    with connection(server.address) as rank:
+        (rows,) = rank.call(calls.get_call(Place(0, "weight"), torch.arange(6))).wait().arrays
+        assert torch.equal(torch.from_numpy(rows), expected[1])
+    stopped.set()
+    thread.join()
+    server.close()
 
 
 @pytest.mark.timeout(20)

@@ -26,6 +26,7 @@ REMEDIES = MappingProxyType(
         "trainer": f"create keys with {READER_KEYS}, or of table servers with {SERVER_KEYS}",
     }
 )
+CONNECT_TIMEOUT_MILLISECONDS = 3000
 HEARTBEAT_MILLISECONDS = 10_000  # interval of zmq heartbeats to each client
 # Until a client without a heartbeat reply is disconnected: long, since on a slow link replies wait for large messages.
 HEARTBEAT_TIMEOUT_MILLISECONDS = 60_000
@@ -123,6 +124,22 @@ def bind_router(context: zmq.Context, address: str, keys: CurveKeys | None, serv
         raise UserError(
             f"{service} {address}: {zmq.strerror(error.errno or 0)}; choose an address of this host and a free port"
         ) from None
+    return socket
+
+
+def connect_dealer(
+    context: zmq.Context, address: str, keys: CurveKeys | None, service: str, *, queues: bool = True
+) -> zmq.Socket:
+    """A socket for calls to one service. `queues`: while it is not connected, messages wait until it is; else they
+    cannot be sent."""
+    socket = context.socket(zmq.DEALER)
+    socket.immediate = not queues
+    socket.connect_timeout = CONNECT_TIMEOUT_MILLISECONDS
+    secure_socket(socket, keys)
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        raise UserError(f"{service} {address}: {zmq.strerror(error.errno or 0)}") from None
     return socket
 
 

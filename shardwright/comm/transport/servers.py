@@ -16,7 +16,7 @@ import zmq
 
 from shardwright.comm.pending import Pending
 from shardwright.comm.transport.arrays import Message, decode_message
-from shardwright.comm.transport.keys import check_addresses, load_keys, secure_socket
+from shardwright.comm.transport.keys import check_addresses, connect_dealer, load_keys
 from shardwright.errors import UserError
 
 TIMEOUT_SECONDS = 60.0
@@ -24,7 +24,6 @@ ROUND_CALL = "read"  # the one that waits at the server for the updates of all r
 PING_NUMBER = 0  # other calls count from 1
 RECONNECT_SHARE = 0.5  # of the timeout without a message, until the server is connected to anew
 PING_SECONDS = 0.5  # without a message of a server, until it is asked which calls it has
-CONNECT_TIMEOUT_MILLISECONDS = 3000
 CONNECTIONS = "step", "state"
 LINGER_MILLISECONDS = 1000  # for the last messages to a server
 
@@ -85,16 +84,10 @@ class ServerConnection:
         self._number = PING_NUMBER
         self._unanswered: dict[int, Message] = {}
         self._replies: dict[int, Message] = {}
+        self._busy_at = 0.0  # when the server last said so
 
     def _connect(self) -> zmq.Socket:
-        socket = self._context.socket(zmq.DEALER)
-        socket.connect_timeout = CONNECT_TIMEOUT_MILLISECONDS
-        secure_socket(socket, self._keys)
-        try:
-            socket.connect(self.address)
-        except zmq.ZMQError as error:
-            raise UserError(f"table server {self.address}: {zmq.strerror(error.errno or 0)}") from None
-        return socket
+        return connect_dealer(self._context, self.address, self._keys, "table server")
 
     def call(self, message: Message) -> Pending[Message]:
         number = self._number = self._number + 1
@@ -123,7 +116,7 @@ class ServerConnection:
                     f"table server {self.address}: no reply for {self._timeout:g} s; is it running there "
                     "(`shardwright serve-tables`), with the keys created together with this run's?"
                 )
-            if now - start > self._timeout and number not in self._replies:
+            if now - max(start, self._busy_at) > self._timeout and number not in self._replies:
                 raise self._explain_wait(number)
             if now - max(last_message_at, connected_at) > RECONNECT_SHARE * self._timeout:
                 self._socket.close(linger=0)  # zmq does not connect again after damaged bytes
@@ -162,6 +155,8 @@ class ServerConnection:
             self._take(message.header, message)
 
     def _take(self, header: Any, message: Message) -> None:
+        if header.get("busy"):  # it reads its journal; calls are repeated after that
+            self._busy_at = time.monotonic()
         for number in header.get("missing", ()):
             if number in self._unanswered:
                 self._send(self._unanswered[number])

@@ -17,7 +17,7 @@ from typing import Any
 
 import zmq
 
-from shardwright.comm.transport.keys import CurveKeys, check_addresses, load_keys, secure_socket
+from shardwright.comm.transport.keys import CurveKeys, check_addresses, connect_dealer, load_keys
 from shardwright.data.readers import messages
 from shardwright.data.readers.messages import BatchRequest
 from shardwright.data.sources.source import NumpyBatch, Position, SampleOrder, Source, order_identity
@@ -27,7 +27,6 @@ TIMEOUT_SECONDS = 60.0
 PING_SECONDS = 0.25  # time between two messages to a reader while waiting for it
 REPLY_TIMEOUT_SECONDS = 5.0  # for any reply: a reader acknowledges requests before it reads batches
 POLL_SECONDS = 0.02  # poll interval while a request cannot be sent because no reader is connected
-CONNECT_TIMEOUT_MILLISECONDS = 3000
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +88,8 @@ class _Connection:
         self._reply_timeout = REPLY_TIMEOUT_SECONDS
 
     def _connect(self) -> zmq.Socket:
-        socket = self._context.socket(zmq.DEALER)
-        socket.immediate = True  # a message that cannot be sent now is not queued for a reader that reconnects
-        socket.connect_timeout = CONNECT_TIMEOUT_MILLISECONDS
+        socket = connect_dealer(self._context, self.address, self._keys, "reader", queues=False)
         socket.linger = 0
-        secure_socket(socket, self._keys)
-        try:
-            socket.connect(self.address)
-        except zmq.ZMQError as error:
-            raise UserError(f"reader {self.address}: {zmq.strerror(error.errno or 0)}") from None
         return socket
 
     def send_request(self, *positions: Position) -> bool:

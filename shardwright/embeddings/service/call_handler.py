@@ -6,8 +6,7 @@ is not complete wait here. Every call may come twice.
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +15,13 @@ import torch
 from shardwright.comm.transport.arrays import Message
 from shardwright.embeddings.service import calls
 from shardwright.embeddings.service.calls import MalformedCall, parse_integer, parse_integers, parse_text
-from shardwright.embeddings.service.journal import MIN_COMPACTED_BYTES, CallJournal, JournalError
+from shardwright.embeddings.service.journal import MIN_COPIED_BYTES, CallJournal, JournalError
 from shardwright.embeddings.service.owned_rows import OwnedRows, OwnedSpec
 from shardwright.embeddings.service.shard_stores import ShardStores
 from shardwright.errors import UserError
 from shardwright.spec import files
 
+COPIED_BYTES = 64 << 20  # of rows, in a record of a copy
 RECONNECT_SECONDS = 60.0  # in which the ranks of a run come back to a server that was started again
 Client = bytes
 Reply = tuple[Client, Message]
@@ -57,13 +57,19 @@ class CallHandler:
         self._changed: dict[str, int] = {}  # by connection of a rank, the number of the last call that changed rows
         self.served = Served()
         self._restored_at = -math.inf  # when the journal of a run was read
-        self._compacted_bytes = MIN_COMPACTED_BYTES
-        for message in journal.read() if journal is not None else ():
+        self._most_bytes = MIN_COPIED_BYTES  # of calls, until a copy of the rows is written
+
+    def restore(self) -> Iterator[None]:
+        """Read the journal of a server that was killed, record by record."""
+        if self._journal is None:
+            return
+        for message in self._journal.read():
             try:
                 self._replay(message)
             except (MalformedCall, UserError) as error:
-                raise UserError(f"{journal.path if journal else ''}: {error}; remove the file to start anew") from None
+                raise UserError(f"{self._journal.directory}: {error}; remove the folder to start anew") from None
             self._restored_at = time.monotonic()
+            yield
 
     def handle(self, client: Client, message: Message) -> list[Reply]:
         """The replies to a message, and to reads that waited for it."""
@@ -232,26 +238,34 @@ class CallHandler:
     # The journal
 
     def _record(self, message: Message) -> None:
-        """Write a message to the journal; or instead all rows, if the journal has become larger than they are."""
-        if self._journal is None or self._owned is None:
+        """Write a message to the journal; begin a copy of all rows, if the calls have become larger than they are."""
+        journal, owned = self._journal, self._owned
+        if journal is None or owned is None:
             return
-        self._journal.append(message)
-        most = max(self._compacted_bytes, self._owned.bytes_)
-        if self._journal.bytes_ > most and not self._owned.has_incomplete_round:
-            arrays = [part.numpy() for part in self._owned.all_parts()]
-            spec = files.to_plain(self._owned.spec)
-            header = {
-                "call": "rows",
-                "run": self._run,
-                "spec": spec,
-                "round": self._owned.round,
-                "version": calls.VERSION,
-                "changed": self._changed,
-            }
-            self._compacted_bytes *= 2  # for the next time, if there is no room now: the journal grows on
-            with suppress(JournalError):
-                self._journal.begin(Message(header, arrays))
-                self._compacted_bytes = MIN_COMPACTED_BYTES
+        journal.append(message)
+        if journal.is_copying:
+            if (is_written := journal.end_copy()) is not None:
+                self._most_bytes = MIN_COPIED_BYTES if is_written else 2 * journal.bytes_
+        elif journal.bytes_ > max(self._most_bytes, owned.bytes_) and not owned.has_incomplete_round:
+            try:
+                journal.start_copy(self._copy_records(owned))
+            except JournalError:
+                self._most_bytes = 2 * journal.bytes_  # no room now: calls are kept
+
+    def _copy_records(self, owned: OwnedRows) -> Iterator[Message]:
+        header = {"call": "rows", "run": self._run, "spec": files.to_plain(owned.spec), "round": owned.round}
+        header |= {"version": calls.VERSION, "changed": dict(self._changed)}
+        arrays = [part.numpy() for part in owned.all_parts()]
+
+        def records() -> Iterator[Message]:
+            yield Message(header)
+            for number, array in enumerate(arrays):
+                rows = max(1, COPIED_BYTES * len(array) // max(1, array.nbytes))
+                for first in range(0, len(array), rows):
+                    place = {"call": "part", "part": number, "first": first}
+                    yield Message(place, [array[first : first + rows]])
+
+        return records()
 
     def _replay(self, message: Message) -> None:
         header = message.header
@@ -261,8 +275,10 @@ class CallHandler:
             case "rows":
                 self._run, self._owned = parse_text(header, "run"), _make_rows(calls.parse_spec(dict(header)))
                 self._owned.round, self._changed = parse_integer(header, "round"), dict(header["changed"])
-                for part, saved in zip(self._owned.all_parts(), message.arrays, strict=True):
-                    part.copy_(torch.from_numpy(saved))
+            case "part" if self._owned is not None:
+                first, (rows,) = parse_integer(header, "first"), message.arrays
+                part = self._owned.all_parts()[parse_integer(header, "part")]
+                part[first : first + len(rows)].copy_(torch.from_numpy(rows))
             case "push" if self._owned is not None:
                 push = calls.parse_push(message, self._owned.spec)
                 self._owned.push(parse_integer(header, "rank"), parse_integer(header, "round"), push)

@@ -13,7 +13,7 @@ import zmq
 
 from shardwright.comm.transport.arrays import Message, decode_message
 from shardwright.comm.transport.keys import CurveKeys, bind_router, check_address, start_authenticator
-from shardwright.embeddings.service.call_handler import CallHandler, Served
+from shardwright.embeddings.service.call_handler import CallHandler, Reply, Served
 from shardwright.embeddings.service.journal import CallJournal, JournalError
 from shardwright.embeddings.service.owned_rows import RoundFailed
 from shardwright.errors import UserError
@@ -22,6 +22,7 @@ from shardwright.kernels.native import retain_freed_memory
 POLL_MILLISECONDS = 200  # bounded, since a signal that arrives right before a poll does not interrupt it
 LOG_INTERVAL_SECONDS = 10.0
 MAX_FRAME_BYTES = 1 << 31  # of a rank's message
+BUSY = Message({"busy": True})
 KEYS_REMEDY = "serve with --keys DIR/server.keys"
 
 
@@ -48,11 +49,15 @@ class TableServer:
         self._logged_at, self._logged, self._cpu_seconds = time.monotonic(), Served(), time.process_time()
 
     def run(self, write_line: Callable[[str], None]) -> None:
-        """Serve for ever; `write_line` receives a line about every LOG_INTERVAL_SECONDS in which ranks called."""
+        """Serve for ever; `write_line` receives a line about every LOG_INTERVAL_SECONDS in which ranks called.
+
+        While the journal is read, ranks are told to wait."""
+        for _ in self._handler.restore():
+            self._receive_calls(lambda client, _: [(client, BUSY)])
         while True:
             if self._socket.poll(POLL_MILLISECONDS):
                 try:
-                    self._receive_calls()
+                    self._receive_calls(self._handler.handle)
                 except (JournalError, RoundFailed) as error:
                     raise UserError(str(error)) from None
             self._log(write_line)
@@ -63,7 +68,7 @@ class TableServer:
         self._context.destroy(linger=0)
         self._handler.close()
 
-    def _receive_calls(self) -> None:
+    def _receive_calls(self, answer: Callable[[bytes, Message], list[Reply]]) -> None:
         while True:
             try:
                 client, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -73,7 +78,7 @@ class TableServer:
             if message is None:
                 self._handler.served.malformed += 1
                 continue
-            for receiver, reply in self._handler.handle(client.bytes, message):
+            for receiver, reply in answer(client.bytes, message):
                 self._send(receiver, reply)
 
     def _send(self, client: bytes, message: Message) -> bool:
