@@ -26,7 +26,7 @@ from torch import Tensor
 from shardwright.comm import collective
 from shardwright.comm.codec import Codec, Plain
 from shardwright.comm.mesh import Group
-from shardwright.comm.pending import Pending
+from shardwright.comm.pending import Pending, ready
 from shardwright.comm.transport.servers import Connector
 from shardwright.embeddings.announcement import Announcement, exchange_end_headers, exchange_headers, make_headers
 from shardwright.embeddings.cached_shard import Caches
@@ -34,7 +34,7 @@ from shardwright.embeddings.copies.bounded_tables import BoundedTables
 from shardwright.embeddings.growing_rows import initial_growth
 from shardwright.embeddings.host_reduce import HostReducer
 from shardwright.embeddings.incoming import incoming_requests
-from shardwright.embeddings.layout import Layout, TableGroup, TableShard
+from shardwright.embeddings.layout import Layout, TableShard
 from shardwright.embeddings.local_shards import LocalShards, PlacedIds
 from shardwright.embeddings.not_copied import NotCopied
 from shardwright.embeddings.outgoing import OutgoingRequest, RequestBuilder
@@ -163,7 +163,9 @@ class ShardedTables(NotCopied):
         """Send ids to the ranks that hold their rows: one all-to-all on the ids lane, with id weights three."""
         outgoing, headers_R = request.outgoing, request.headers_R
         sent_sizes, received_sizes = outgoing.splits, headers_R[:, 1].long().tolist()
-        words = collective.all_to_all(outgoing.message, sent_sizes, received_sizes, self.lanes.ids)
+        message, lane = outgoing.message, self.lanes.ids
+        is_sent = any(self.layout.table_groups)  # otherwise servers own all rows
+        words = collective.all_to_all(message, sent_sizes, received_sizes, lane) if is_sent else ready(message)
         pending_weights, (num_weighted, num_others) = None, headers_R[:, 4:6].sum(0).tolist()
         if num_weighted and num_others:
             raise UserError("ids have weights on some ranks and none on others; give weights on all ranks or on none")
@@ -256,7 +258,8 @@ class ShardedTables(NotCopied):
             messages[client] += rows
         num_rows = self.bounded.num_row_values(routed.copied)
         sizes = list(map(sum, zip(self._responses.received_sizes(routed.outgoing), num_rows, strict=True)))
-        pending = self._vector_transport.all_to_all(messages, sizes)
+        is_sent = any(self.layout.table_groups)
+        pending = self._vector_transport.all_to_all(messages, sizes) if is_sent else ready(torch.empty(0))
 
         def assemble(flat: Tensor) -> Vectors:
             vectors, rows = split_ends(flat.split(sizes), num_rows)
@@ -294,7 +297,7 @@ class ShardedTables(NotCopied):
             for i, client in enumerate(group.clients if index not in unsent and not group.needs_host_reduce else ()):
                 sizes[client] += incoming.batch_sizes[i] * group.width
                 counts = (stream[i] for stream in incoming.unpooled_counts)
-                sizes[client] += sum(count * dim for count, dim in zip(counts, _unpooled_dims(group), strict=True))
+                sizes[client] += sum(count * dim for count, dim in zip(counts, group.unpooled_dims, strict=True))
         local = self._host_reducer.local_reduce
         for client, samples in zip(local.clients if local else (), self._host_sum_sizes(routed), strict=True):
             sizes[client] += samples * local.width if local and client != self.rank else 0
@@ -340,7 +343,7 @@ class ShardedTables(NotCopied):
             pooled, unpooled = [], [[] for _ in group.unpooled]
             for position, client in enumerate(group.clients):
                 pooled.append(take_rows(client, incoming.batch_sizes[position], group.width))
-                for stream, counts, dim in zip(unpooled, incoming.unpooled_counts, _unpooled_dims(group), strict=True):
+                for stream, counts, dim in zip(unpooled, incoming.unpooled_counts, group.unpooled_dims, strict=True):
                     stream.append(take_rows(client, counts[position], dim))
             gradients[index] = [torch.cat(pooled), *(torch.cat(stream) for stream in unpooled)]
         local, host_sum_gradients = self._host_reducer.local_reduce, None
@@ -394,7 +397,3 @@ class ShardedTables(NotCopied):
         self.release(routed, written=True)
         used = zip(self.bags.features, gradients.used_features, strict=True)
         return {feature.name for feature, is_used in used if is_used or feature.table in self.bounded.table_names}
-
-
-def _unpooled_dims(table_group: TableGroup) -> list[int]:
-    return [table_group.shards[stream.shard_index].dim for stream in table_group.unpooled]

@@ -72,6 +72,10 @@ class TableGroup:
         return self.streams[len(self.pooled) :]
 
     @property
+    def unpooled_dims(self) -> list[int]:
+        return [self.shards[stream.shard_index].dim for stream in self.unpooled]
+
+    @property
     def feature_columns(self) -> tuple[tuple[int, ColumnRanges], ...]:
         """(feature, columns) of its pooled vectors, in their order in a row."""
         return tuple(

@@ -122,25 +122,23 @@ def exchanged_shares(
     if num_ranks == 1 or not sync.has_copies:
         return cache_hits.exact_shares(load, sync.copies, num_ranks, num_ids)
     rows_I, uses_I, hits_I = hits_by_interval(load, sync.copies, num_ids)
-    times_I = _times_per_batch(uses_I)
-    validated_I, sent_I = _validations_per_use(uses_I, sync.pull / times_I, num_ranks - 1)
+    # Ids of a row in a batch, and in a batch that has it, from the share of batches that have it.
+    ids_I = -np.log1p(-np.minimum(uses_I, 1 - 1e-12))
+    times_I = np.maximum(1.0, ids_I / np.maximum(uses_I, 1e-300))
+    validated_I = _validations_per_use(uses_I, sync.pull / times_I, num_ranks - 1)
+    sent_I = _sends_per_use(uses_I, sync.pull / times_I, num_ranks - 1)
     num_rows = float((rows_I * uses_I).sum())
     weights_I = rows_I * uses_I / max(num_rows, 1e-300)
     missing_I = 1 - hits_I
-    steps_per_push_I = np.minimum(sync.push // times_I + 1, np.maximum(1.0, uses_I * MAX_UNPUSHED_BATCHES))
+    # Batches with a row until it was used more than `push` times; by how much more, as in `_sends_per_use`.
+    steps_per_push_I = np.minimum((sync.push + 1 + ids_I / 2) / times_I, uses_I * MAX_UNPUSHED_BATCHES).clip(1.0)
     shares = missing_I + hits_I * validated_I, missing_I + hits_I * sent_I, missing_I + hits_I / steps_per_push_I
     validated, sent, pushed = (float((weights_I * np.minimum(share_I, 1.0)).sum()) for share_I in shares)
     return num_rows, (validated, sent, pushed)
 
 
-def _times_per_batch(uses_I: np.ndarray) -> np.ndarray:
-    """How often a batch has a row, if it has it, from the share of batches that have it."""
-    mean_I = -np.log1p(-np.minimum(uses_I, 1 - 1e-12))
-    return np.maximum(1.0, mean_I / np.maximum(uses_I, 1e-300))
-
-
-def _validations_per_use(uses_I: np.ndarray, pull_I: np.ndarray, others: int) -> tuple[np.ndarray, np.ndarray]:
-    """How often a copy is validated, and sent, per batch that uses its row; from one time that it is sent to the next.
+def _validations_per_use(uses_I: np.ndarray, pull_I: np.ndarray, others: int) -> np.ndarray:
+    """How often a copy is validated, per batch that uses its row; from one time that the row is sent to the next.
     `pull_I`: in updates."""
     wait_I = 1 / np.maximum(uses_I, 1e-12)
     now_I, end_I = np.zeros_like(uses_I), pull_I // others
@@ -153,8 +151,17 @@ def _validations_per_use(uses_I: np.ndarray, pull_I: np.ndarray, others: int) ->
         end_I = now_I + np.maximum(0, pull_I - missed_I) // others
         if not is_current_I.any():
             break
-    used_I = np.maximum(1.0, uses_I * now_I)
-    return checks_I / used_I, np.where(is_current_I, 0.0, 1 / used_I)
+    return checks_I / np.maximum(1.0, uses_I * now_I)
+
+
+def _sends_per_use(uses_I: np.ndarray, pull_I: np.ndarray, others: int) -> np.ndarray:
+    """How often a row is sent, per batch that uses it.
+
+    Between two uses of this rank, others update the row `others` times in the mean. It is sent at the use at which
+    these sum up to more than `pull`; by how much more, in the mean, follows from the first two moments of the updates
+    between two uses (renewal theory), where each rank has the row in a share of its batches, drawn independently.
+    """
+    return others / (pull_I + (2 - uses_I) * (others + 1) / 2)
 
 
 def describe(bounded: Candidate, exact: Candidate, *, is_chosen: bool) -> str:

@@ -51,7 +51,7 @@ def copy_functions(stages: Sequence[Stage]) -> Mapping[str, TableFunction]:
     """Of plans with bounded staleness, or with tables on servers."""
     if has_servers(stages):
         functions = {"fetch": _fetch_rows, "lookup": _lookup_with_fetched}
-        return {"copies": _find_copies, "update": _update_copies, **functions}
+        return {"copies": _find_copies, "update": _update_served, **functions}
     return {
         "copies": _find_copies,
         "counts": _exchange_counts,
@@ -158,7 +158,7 @@ def _renew_leases(step: Any, slots: Slots) -> None:
     slots.issue("renewed", step.model.sparse.exchange.bounded.renew(slots["copies"].copied))
 
 
-@accesses(reads=("copies", "state.tables"), writes=("fetched",))
+@accesses(reads=("copies", "state.served"), writes=("fetched",))
 def _fetch_rows(step: Any, slots: Slots) -> None:
     slots.issue("fetched", step.model.sparse.exchange.served.fetch(slots["copies"].served))
 
@@ -177,4 +177,9 @@ def _lookup_with_copies(step: Any, slots: Slots) -> None:
 
 @accesses(reads=("ids", "gradients.tables", "state.copies"), writes=("state.tables", "state.copies"))
 def _update_copies(step: Any, slots: Slots) -> None:
+    step.update_tables(slots)
+
+
+@accesses(reads=("ids", "gradients.tables", "state.copies"), writes=("state.tables", "state.copies", "state.served"))
+def _update_served(step: Any, slots: Slots) -> None:
     step.update_tables(slots)

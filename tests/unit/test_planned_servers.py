@@ -68,8 +68,8 @@ def test_calls_take_the_time_of_their_bytes_on_the_slowest_link():
         missing = LARGE.batch_size * 4 * 0.5 * candidate.tiers[0].found[1]
         row_bytes = 64 * 4 + 4
         there, back = missing * (row_bytes + 2 * 4), missing * row_bytes
-        expected = (there + back) / rate + 2 * cluster.levels[0].latency_seconds
-        expected += server_calls.SERVER_PASSES * (there + back) / 2 / 1e10
+        on_link, at_server = (there + back) / rate, server_calls.SERVER_PASSES * (there + back) / 2 / 1e10
+        expected = max(on_link, at_server) + min(on_link, at_server) / 2 + 2 * cluster.levels[0].latency_seconds
         assert sorted(candidate.loads.prefetch_R) == pytest.approx([0, expected])
 
 

@@ -6,7 +6,7 @@ exact. Phases:
     copies      find lines for the distinct rows of a batch
     fetch       one call to each server: rows and versions of copies to validate; the reply has leases, and the rows
                 that must be sent. It waits at the server until the updates of all ranks of the step before are there
-    update      one call to each server with updates, which nobody waits for; copies, from own gradients
+    update      one call to each server with updates, which nobody waits for; then copies, from own gradients
     flush       before state is read: all updates are pushed, and copies are dropped
 
 Shape legend: U distinct rows of a batch, V rows with updates, D columns.
@@ -146,10 +146,11 @@ class ServedTables:
             by_group.append(
                 [RowUpdates(*part, *group.split_values(sums)) for part, sums in zip(counts, values, strict=True)]
             )
-            group.copies.update(
-                batch.copies, batch.grad_UD.index_select(0, batch.other_R), optimizer, group.max_step(steps)
-            )
         self._push(by_group, optimizer, steps)
+        for group, batch in zip(self.groups, batches, strict=True):
+            assert batch.grad_UD is not None and batch.copies is not None
+            grad_RD = batch.grad_UD.index_select(0, batch.other_R)
+            group.copies.update(batch.copies, grad_RD, optimizer, group.max_step(steps))
 
     def _push(
         self,

@@ -40,22 +40,30 @@ def served_tasks(problem: Problem, loads: Sequence[TableLoad]) -> dict[str, Task
         np.full(num, bytes_)
         for bytes_ in (2 * WORD_BYTES * validated, 2 * WORD_BYTES * validated + sent_bytes, pushed_bytes, 0.0)
     )
-    latency = server_calls.latency_seconds(problem)  # nobody waits for the reply to a push
-    fetch = float(server_calls.call_seconds(problem, asked_R, sent_R).max())
-    push = float(server_calls.call_seconds(problem, pushed_R, none_R, applying).max()) - latency
-    on_links = sum(float(server_calls.link_seconds(problem, bytes_R).max()) for bytes_R in (asked_R, sent_R, pushed_R))
-    call = overheads.op_overhead_seconds(problem.cluster.device)
+    latency, call = server_calls.latency_seconds(problem), overheads.op_overhead_seconds(problem.cluster.device)
     finding = float(overheads.ids_seconds(problem.cluster.device, np.array([rows]), "place")[0])
-    levels = problem.cluster.levels[-1:]
     return {
         "copies": Task(seconds=finding + call * copy_tasks.CALLS["copies"][0]),
-        "fetch": Task(
-            seconds=max(0.0, fetch + push),
-            is_collective=True,
-            levels=tuple(level.name for level in levels),
-            bytes_=round(2 * WORD_BYTES * validated + sent_bytes + pushed_bytes),
-            link_seconds=on_links + latency,
-            latency_seconds=latency,
-        ),
+        "fetch": _call_task(problem, asked_R, sent_R, latency=latency),
+        "push": _call_task(problem, pushed_R, none_R, applying),
         "update": Task(seconds=updating + call * copy_tasks.CALLS["update"][0]),
     }
+
+
+def _call_task(
+    problem: Problem, sent_R: np.ndarray, received_R: np.ndarray, work_seconds: float = 0.0, *, latency: float = 0.0
+) -> Task:
+    """A call of all ranks to each server; without `latency`, the calls after it do not wait for the reply."""
+    seconds = server_calls.call_seconds(problem, sent_R, received_R, work_seconds)
+    assert problem.servers is not None
+    # The links of servers are full, not those of ranks, unless there are as many servers as ranks.
+    levels = problem.cluster.levels[-1:] if problem.servers.num >= problem.cluster.num_ranks else ()
+    on_links = (server_calls.link_seconds(problem, bytes_R) for bytes_R in (sent_R, received_R))
+    return Task(
+        seconds=max(0.0, float(seconds.max()) - server_calls.latency_seconds(problem) + latency),
+        is_collective=True,
+        levels=tuple(level.name for level in levels),
+        bytes_=round(float(sent_R[0] + received_R[0])),
+        link_seconds=sum(float(seconds_R.max()) for seconds_R in on_links) + latency,
+        latency_seconds=latency,
+    )

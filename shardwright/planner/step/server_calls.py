@@ -1,6 +1,7 @@
 """Seconds of a rank's calls to table servers, which all ranks make at the same time.
 
-A call's bytes pass the link to the server, the server works on the rows, and the reply comes back, one after the other.
+The bytes of a call and of its reply pass the link one after the other; the server works on the message of one rank while
+those of others are on the link.
 A server has the link of a rank, or of a host if its ranks share one.
 
 Shape legend: R ranks.
@@ -33,10 +34,12 @@ def call_seconds(problem: Problem, sent_R: np.ndarray, received_R: np.ndarray, w
     passes = SERVER_PASSES * total / device.tiers[0].read_bytes_per_second
     calls = CALLS * overheads.op_overhead_seconds(device)
     at_servers = (passes + work_seconds + calls * problem.cluster.num_ranks) / num
-    seconds_R = at_servers + latency_seconds(problem) + calls * num
+    on_links_R = link_seconds(problem, sent_R) + link_seconds(problem, received_R)
+    # While a server works on the message of a rank, those of others are on the link.
+    longer_R, shorter_R = np.maximum(at_servers, on_links_R), np.minimum(at_servers, on_links_R)
+    seconds_R = longer_R + shorter_R / problem.cluster.num_ranks + latency_seconds(problem) + calls * num
     if problem.servers.encrypted:
         seconds_R = seconds_R + CURVE_SECONDS_PER_BYTE * (sent_R + received_R + total / num)
-    seconds_R = seconds_R + link_seconds(problem, sent_R) + link_seconds(problem, received_R)
     return np.where(sent_R + received_R > 0, seconds_R, 0.0)
 
 

@@ -72,7 +72,12 @@ COPY_STAGES = (
     Stage("renew", IDS, ("copies", "expired", "state.tables"), ("renewed",)),
 )
 # Of tables on servers, in place of those: a call to each server.
-FETCH_STAGES = (COPY_STAGES[0], Stage("fetch", HOST, ("copies", "state.tables"), ("fetched",)))
+FETCH_STAGES = (COPY_STAGES[0], Stage("fetch", HOST, ("copies", "state.served"), ("fetched",)))
+# The update then sends gradients to servers, which nobody waits for but the next fetch, and updates copies meanwhile.
+SERVED_UPDATE_BODY = (
+    Stage("push", HOST, ("gradients.tables",), ("state.served",), per="step"),
+    Stage("update", MAIN, ("ids", "gradients.tables", "state.copies"), ("state.tables", "state.copies"), per="step"),
+)
 
 
 def pipeline_stages() -> tuple[Stage, ...]:
@@ -225,6 +230,8 @@ def with_copies(stages: Sequence[Stage], *, of_servers: bool = False) -> tuple[S
             stage = replace(stage, reads=(*stage.reads, *added[-1].writes, "state.copies"))
         if stage.name == "update":
             stage = replace(stage, reads=(*stage.reads, "state.copies"), writes=(*stage.writes, "state.copies"))
+            if of_servers:
+                stage = replace(stage, writes=(*stage.writes, "state.served"), body=SERVED_UPDATE_BODY)
         all_stages.append(stage)
     return tuple(all_stages)
 
