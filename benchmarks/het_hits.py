@@ -35,6 +35,7 @@ from shardwright.spec.row_cache import HALF_LIFE_BATCHES, KNOWN_BATCHES, WAYS
 WANTED_SHARE = 0.97  # of lookups
 COMPARED = policies(HALF_LIFE_BATCHES, KNOWN_BATCHES)
 COPIES_POLICY = Policy("set dueling", HALF_LIFE_BATCHES, adapts=True)  # what copies of rows have
+SLOW_POLICY = Policy("LFU, halved every 1600 batches", 16 * HALF_LIFE_BATCHES)  # 100 of 2,048 samples
 
 
 def zipf_batches(num_batches: int) -> Iterator[Tensor]:
@@ -70,7 +71,7 @@ def measure(stream: str, num_rows: int, batches: Iterator[Tensor]) -> Iterator[d
         line: dict[str, Any] = {"benchmark": "het_hits", "stream": stream, "percent": percent}
         line |= {"batches": len(distinct), "most_used": _percent(float(shares[lines - 1]))}
         line |= {"rows_for_97": _percent(wanted_rows / num_rows), "lookups": {}, "rows": {}}
-        for policy in (*COMPARED[:-1], COPIES_POLICY, COMPARED[-1]):
+        for policy in (*COMPARED[:-1], SLOW_POLICY, COPIES_POLICY, COMPARED[-1]):
             hits = simulate(accesses, lines, policy)
             line["lookups"][policy.name], line["rows"][policy.name] = _percent(hits.lookup_rate), _percent(hits.rate)
             line["new"] = _percent(hits.new / hits.rows)
