@@ -104,9 +104,9 @@ def make_problem(name: str, cluster: Any) -> Any:
     from shardwright.planner import search
     from shardwright.planner.plan import exact_precision
 
-    batch = make_batch(name, 0, LOCAL_BATCH * RANKS)
+    batch = make_batch(name, 0, LOCAL_BATCH * cluster.num_ranks)
     workload = describe(make_model(name), batch, make_statistics(batch.features.features))
-    return search.define_problem(workload, cluster, LOCAL_BATCH * RANKS, exact_precision(workload))
+    return search.define_problem(workload, cluster, workload.batch_size, exact_precision(workload))
 
 
 def make_results(name: str, cluster: Any) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """HET's own topology: workers that read and update tables on one server over its slow link.
 
     python -m benchmarks.het_servers [--model MODEL ...] [--rates RATE ...] [--links all|server] [--sides SIDE ...]
-        [--rounds N] [--cluster FILE] [--write NAME]
+        [--workers N] [--rounds N] [--cluster FILE] [--write NAME]
 
-As root. An emulated lab of 9 hosts: 8 workers with 0.2 core, and a server without a quota, to which they leave 0.4 core
-of two. Models, tables and ids are those of benchmarks.het. All sides train in turns, in an order that rotates each
-round; first 300 or 20 steps of warm-up over links of 10 Gbit/s, then the rounds with these links, then with links of
-each rate, of all hosts, or of the server alone (as if the workers were GPUs of one machine):
+As root. An emulated lab of 9 hosts, or N + 1: 8 workers with 0.2 core, and a server without a quota, to which they
+leave 0.4 core of two. Models, tables and ids are those of benchmarks.het. All sides train in turns, in an order that
+rotates each round; first 300 or 20 steps of warm-up over links of 10 Gbit/s, then the rounds with these links, then
+with links of each rate, of all hosts, or of the server alone (as if the workers were GPUs of one machine):
     all on the server       a row for each id, and the dense parameters, are read from the server and their gradients
                             pushed, as TensorFlow's parameter servers have it
     no duplicates removed   tables on the server, a row for each id; dense gradients are all-reduced, as in TensorFlow
@@ -59,16 +59,16 @@ def warm_steps(side: str) -> int:
     return SHORT_WARM_STEPS if is_short else WARM_STEPS
 
 
-def server_bytes(lab: Lab) -> tuple[int, int]:
+def server_bytes(lab: Lab, workers: int) -> tuple[int, int]:
     """Bytes that the server's link has sent, and received."""
-    link = next(link for link in lab.traffic() if link.link == f"u{RANKS}")
+    link = next(link for link in lab.traffic() if link.link == f"u{workers}")
     return link.sent_bytes, link.received_bytes
 
 
 def run_sides(name: str, cluster: str, args: argparse.Namespace) -> dict[str, Replies]:
     """Train in turns; by rate, the replies with a step's bytes on the server's link."""
     replies: dict[str, Replies] = {rate: {side: [] for side in args.sides} for rate in (FREE_RATE, *args.rates)}
-    hosts = [Host(uplink=FREE_RATE, cpu=CPU)] * RANKS + [Host(uplink=FREE_RATE, cpu=SERVER_CPU)]
+    hosts = [Host(uplink=FREE_RATE, cpu=CPU)] * args.workers + [Host(uplink=FREE_RATE, cpu=SERVER_CPU)]
     with TemporaryDirectory() as folder, Lab(Shape(tuple(hosts)), "het") as lab:
         call = f"from benchmarks.het_sides import worker; worker({folder!r}, {name!r}, {cluster!r}, {args.sides!r})"
         with start_job(lab, folder, "ours", [sys.executable, "-c", call]) as client:
@@ -76,15 +76,14 @@ def run_sides(name: str, cluster: str, args: argparse.Namespace) -> dict[str, Re
                 client.run_turn(side, 2 if args.smoke else warm_steps(side), 1)
                 print(f"{side}: warm", file=sys.stderr)
             for rate, number in [(rate, number) for rate in replies for number in range(args.rounds)]:
-                lab.set_uplinks(rate, [RANKS] if args.links == "server" else None)
+                lab.set_uplinks(rate, [args.workers] if args.links == "server" else None)
                 first = number % len(args.sides)
                 for side in (*args.sides[first:], *args.sides[:first]):
-                    before = server_bytes(lab)
+                    before = server_bytes(lab, args.workers)
                     reply = client.run_turn(side, UNMEASURED_STEPS, args.steps)
                     steps = UNMEASURED_STEPS + args.steps
-                    moved = [
-                        (after - earlier) / steps for after, earlier in zip(server_bytes(lab), before, strict=True)
-                    ]
+                    after = server_bytes(lab, args.workers)
+                    moved = [(end - start) / steps for end, start in zip(after, before, strict=True)]
                     replies[rate][side].append(reply | {"bytes": moved})
                 print(f"{rate}: round {number + 1} of {args.rounds}", file=sys.stderr)
             lab.set_uplinks(FREE_RATE)  # for the end of the jobs
@@ -96,7 +95,7 @@ def run(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         cluster = args.cluster or f"{folder}/cluster.toml"
         if not Path(cluster).exists():
             rate = FREE_RATE if args.links == "server" else args.rates[0]
-            with Lab(Shape((Host(uplink=rate, cpu=CPU),) * RANKS), "het") as lab:
+            with Lab(Shape((Host(uplink=rate, cpu=CPU),) * args.workers), "het") as lab:
                 measure(lab, Path(cluster))
         replies, predicted = run_sides(name, cluster, args), predict(name, presets.load_cluster(cluster))
     free = replies[FREE_RATE]
@@ -104,7 +103,9 @@ def run(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     for line in lines if args.links == "all" else ():
         if line["rate"] == args.rates[0] and line["side"] in predicted:
             line["predicted_ms"] = round(predicted[line["side"]], 1)
-    return [{"benchmark": "het_servers", "model": name, "links": args.links} | line for line in lines]
+    common = {"benchmark": "het_servers", "model": name, "links": args.links}
+    common |= {"workers": args.workers} if args.workers != RANKS else {}
+    return [common | line for line in lines]
 
 
 def result_lines(
@@ -142,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--sides", nargs="*", choices=SIDES, default=SIDES, help="the side without a cache is one of them"
     )
+    parser.add_argument("--workers", type=int, default=RANKS, metavar="N", help="with 0.2 core and 128 samples each")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="of a turn")
     parser.add_argument("--cluster", default="", metavar="FILE", help="cluster file of such a lab; measured if missing")

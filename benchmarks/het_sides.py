@@ -13,11 +13,9 @@ from benchmarks.het import (
     DIM,
     LOCAL_BATCH,
     NUM_BATCHES,
-    RANKS,
     make_batch,
     make_model,
     make_problem,
-    make_results,
     train_turns,
 )
 from benchmarks.turns import TurnServer, make_broadcast
@@ -56,7 +54,7 @@ SIDES = (*SERVED, "sharded")
 
 
 def serve(folder: str) -> None:
-    """Body of the server's host: a table server for each side, since each serves one run."""
+    """Body of the server's host, the last: a table server for each side, since each serves one run."""
     from threading import Thread
 
     from shardwright.embeddings.service import server
@@ -64,7 +62,7 @@ def serve(folder: str) -> None:
 
     server.check_address = lambda *_: None  # the lab's network is on this machine
     for number, _ in enumerate(SERVED):
-        table_server = server.TableServer(f"tcp://{rank_address(RANKS)}:{FIRST_PORT + number}")
+        table_server = server.TableServer(f"tcp://{rank_address(int(os.environ['RANK']))}:{FIRST_PORT + number}")
         Thread(target=table_server.run, args=(lambda line: None,), daemon=True).start()
     while not Path(folder, "ended").exists():
         time.sleep(0.5)
@@ -210,7 +208,7 @@ def make_plan(name: str, side: str, model: Any, exact: Any, cluster: Any) -> Any
         return exact
     own, plan = SERVED[side], exact
     if own.has_dense:
-        batch = with_dense_rows(make_batch(name, 0, LOCAL_BATCH * RANKS), model.sparse.tables[-1].rows)
+        batch = with_dense_rows(make_batch(name, 0, LOCAL_BATCH * cluster.num_ranks), model.sparse.tables[-1].rows)
         plan = planner.make_plan(describe(model, batch), cluster).plan
     if own.in_memory:
         shard_rows = {t.table: max(rect.rows[1] - rect.rows[0] for rect in t.rects) for t in plan.tables}
@@ -219,13 +217,14 @@ def make_plan(name: str, side: str, model: Any, exact: Any, cluster: Any) -> Any
 
 
 def predict(name: str, cluster: Any) -> dict[str, float]:
-    """Milliseconds of a step of the sides whose tables have copies on the workers, by side."""
+    """Milliseconds of a step of the sides whose tables have copies on the workers, by side; empty for one worker, of
+    whose link to the server a measured cluster knows nothing."""
     from shardwright.planner.plan import make_plan as plan_tables
     from shardwright.planner.reprice import reprice_plan
 
     problem, milliseconds = make_problem(name, cluster), dict[str, float]()
     exact = plan_tables(problem.workload, cluster).plan
-    for side, own in SERVED.items():
+    for side, own in SERVED.items() if cluster.num_ranks > 1 else ():
         if own.has_copies and not own.in_memory and not own.follows_het:
             plan = make_plan(name, side, None, exact, cluster)
             milliseconds[side] = 1e3 * reprice_plan(problem, plan).seconds
@@ -247,7 +246,7 @@ def build_job(name: str, side: str, exact: Any, cluster: Any) -> tuple[Any, Any]
     model = make_dense_from_server(name) if own is not None and own.has_dense else make_model(name)
     plan, connections = make_plan(name, side, model, exact, cluster), None
     if own is not None:
-        address = f"tcp://{rank_address(RANKS)}:{FIRST_PORT + [*SERVED].index(side)}"
+        address = f"tcp://{rank_address(cluster.num_ranks)}:{FIRST_PORT + [*SERVED].index(side)}"
         connections = TableServers((address,), timeout_seconds=TIMEOUT_SECONDS)
     mesh = mesh_for(plan, TIMEOUT_SECONDS, connections)
     hottest = {table.name: torch.arange(table.rows) for table in model.sparse.tables}
@@ -263,16 +262,18 @@ def build_job(name: str, side: str, exact: Any, cluster: Any) -> tuple[Any, Any]
 
 def worker(folder: str, name: str, cluster_file: str, sides: Sequence[str]) -> None:
     """Body of every host."""
-    if os.environ["RANK"] == str(RANKS):
+    workers = int(os.environ["WORLD_SIZE"]) - 1
+    if os.environ["RANK"] == str(workers):
         serve(folder)
         return
-    os.environ["WORLD_SIZE"] = os.environ["GROUP_WORLD_SIZE"] = str(RANKS)
+    os.environ["WORLD_SIZE"] = os.environ["GROUP_WORLD_SIZE"] = str(workers)
     from itertools import cycle
 
+    from shardwright.planner import plan as planner
     from shardwright.spec import presets
 
     cluster = presets.load_cluster(cluster_file)
-    exact = make_results(name, cluster)["exact"][0]
+    exact = planner.make_plan(make_problem(name, cluster).workload, cluster).plan
     built = {side: build_job(name, side, exact, cluster) for side in sides}
     mesh = built[sides[0]][1]
     group, rank = mesh.group(), mesh.rank

@@ -33,22 +33,27 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class TableAccesses:
-    """A table's distinct rows in each batch; `row_bytes`: of a weight and its optimizer state."""
+    """A table's distinct rows in each batch; `row_bytes`: of a weight and its optimizer state; `uses`: how often each
+    batch has each of these rows, to count hits of lookups too."""
 
     name: str
     num_rows: int
     row_bytes: int
     batches: tuple[Tensor, ...]
+    uses: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Counted rows; of them missing, and of these never used before; and evicted rows that had to be written back."""
+    """Counted rows; of them missing, and of these never used before; evicted rows that had to be written back; and
+    lookups of counted rows, and of missing ones, if the accesses have uses."""
 
     rows: int = 0
     missing: int = 0
     new: int = 0
     written_back: int = 0
+    lookups: int = 0
+    missing_lookups: int = 0
 
     def __add__(self, other: "Hits") -> "Hits":
         return Hits(
@@ -56,11 +61,17 @@ class Hits:
             self.missing + other.missing,
             self.new + other.new,
             self.written_back + other.written_back,
+            self.lookups + other.lookups,
+            self.missing_lookups + other.missing_lookups,
         )
 
     @property
     def rate(self) -> float:
         return 1 - self.missing / max(1, self.rows)
+
+    @property
+    def lookup_rate(self) -> float:
+        return 1 - self.missing_lookups / max(1, self.lookups)
 
 
 TRAINING = 3  # the position among `policies` of the one that training has
@@ -87,7 +98,7 @@ def simulate(table: TableAccesses, lines: int, policy: Policy) -> Hits:
     batches, half = table.batches, len(table.batches) // 2
     index = CacheIndex(lines, policy.half_life, adapts=policy.adapts)
     next_uses = _next_uses(batches) if policy.knows_all else []
-    before = Hits()
+    before, lookups, missing_lookups = Hits(), 0, 0
     for rows_U in batches[: 1 + policy.ahead] if policy.ahead else ():
         index.announce(rows_U)
     for number, rows_U in enumerate(batches):
@@ -96,11 +107,15 @@ def simulate(table: TableAccesses, lines: int, policy: Policy) -> Hits:
         scores_U = -next_uses[number] if next_uses else None
         placed = index.place(rows_U, scores_U, announced=policy.ahead > 0)
         index.release(placed.lines_U, written=True)
+        if number >= half and table.uses:
+            lookups += int(table.uses[number].sum())
+            missing_lookups += int(table.uses[number][placed.missing_U].sum())
         if policy.ahead and (following := number + 1 + policy.ahead) < len(batches):
             index.announce(batches[following])
     counts, num_new = index.counts, _num_new(batches, half)
     written_back = counts.written_back - before.written_back
-    return Hits(counts.rows - before.rows, counts.missing - before.missing, num_new, written_back)
+    rows, missing = counts.rows - before.rows, counts.missing - before.missing
+    return Hits(rows, missing, num_new, written_back, lookups, missing_lookups)
 
 
 def _number_densely(batches: Sequence[Tensor]) -> tuple[Tensor, list[int]]:

@@ -66,9 +66,14 @@ def train(training: Training):
 
 def write_progress(training: Training, rank: int, step: int) -> None:
     if training.progress and rank == 0:
-        draft = Path(training.progress).with_suffix(".draft")
-        draft.write_text(str(step))
-        draft.replace(training.progress)
+        write_number(Path(training.progress), step)
+
+
+def write_number(path: Path, number: int) -> None:
+    """Write a file that others read at the same time."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(str(number))
+    draft.replace(path)
 
 
 def read_progress(path: Path) -> int:
@@ -114,7 +119,11 @@ class Link:
             self.num_refused += 1
             writer.transport.abort()
             return
-        from_server, to_server = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            from_server, to_server = await asyncio.open_connection("127.0.0.1", self._port)
+        except ConnectionError:  # the server was killed
+            writer.transport.abort()
+            return
         self._writers |= {writer, to_server}
         both = (
             self._forward(reader, to_server, self._make_filter(True)),

@@ -1,5 +1,6 @@
 """Table servers as processes of their own."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,13 @@ class ServerProcess:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(START_SECONDS)
         self._close_output()
+
+    def start_anew(self) -> None:
+        """Start again without the journal: after a kill, a server waits a minute for the ranks of the last run."""
+        self.kill()
+        if self._journal is not None:
+            shutil.rmtree(self._journal)
+        self.start()
 
     def stop(self) -> None:
         if self.process.poll() is None:

@@ -1,69 +1,23 @@
-"""Tables with bounded staleness over ranks: no read misses more than the bound, no update is lost, and what the bound
-leaves exact is exact."""
+"""Tables with bounded staleness over ranks: what the bound leaves exact is exact. The bound: `test_bounded_reads`."""
 
-import os
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
-from drawn import examples
-from hypothesis import given, seed, settings
-from hypothesis import strategies as st
 from test_steps import STEPS, assert_same, batch, make_model, shard_plan, single_plan, take, train_reference
 from test_unused_features import Model, masked_batches
 from test_unused_ranks import table_plans
-from torch import nn
 
 from shardwright.errors import UserError
-from shardwright.jagged import Batch, Jagged
-from shardwright.layers.embedding import EmbeddingBags
-from shardwright.measure.describe import describe
 from shardwright.planner.step.stages import step_stages, with_copies
 from shardwright.runtime.build import build
 from shardwright.runtime.placements import allow_staleness
-from shardwright.runtime.planning import plan_single_process
 from shardwright.spec.axes import Axis
 from shardwright.spec.lanes import LANES
 from shardwright.spec.optimizer import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from shardwright.spec.plan import Bounded, Plan, Rect
-from shardwright.spec.workload import Feature, Table
-
-SAMPLES, NUM_ROWS = 8, 60  # of each rank's batch; of the table that counts
-
-
-class Click(nn.Module):
-    def forward(self, logits, batch):
-        return -logits.mean()
-
-
-class Counter(nn.Module):
-    """Its gradient of a row is 1 in the column of the rank; keeps what it reads."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank, self.read = rank, []
-        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
-
-    def forward(self, batch, vectors):
-        if self.training:
-            self.read.append((batch.features.values.clone(), vectors.pooled_BD.detach().clone()))
-        return vectors.pooled_BD[:, self.rank] + 0 * self.scale
-
-
-class CountingModel(nn.Module):
-    def __init__(self, rank: int, world: int) -> None:
-        super().__init__()
-        optimizer = SGD(float(SAMPLES * world))
-        table = Table("t", NUM_ROWS, world, "float64")
-        self.sparse = EmbeddingBags([table], [Feature("f", "t")], optimizer)
-        with torch.no_grad():
-            self.sparse.weight("t").zero_()
-        self.dense, self.loss = Counter(rank), Click()
-
-    def forward(self, batch):
-        return self.dense(batch, self.sparse(batch))
 
 
 def bounded_plan(single: Plan, world: int, sync: Bounded, ids_after: str = "read", names=None) -> Plan:
@@ -87,61 +41,6 @@ def bounded_plan(single: Plan, world: int, sync: Bounded, ids_after: str = "read
         dense=replace(single.dense, replicate=("data@rank",)),
         allow=("staleness<=inf",),
     )
-
-
-def click_batch(rows: torch.Tensor) -> Batch:
-    num = len(rows)
-    label = torch.zeros(num, dtype=torch.float64)
-    return Batch(Jagged(("f",), rows, torch.ones(1, num, dtype=torch.int64)), None, {"click": label})
-
-
-def count(world: int, sync: Bounded, batches, overlap: bool):
-    """Run on a rank: the reads of this rank, and the table at the end on rank 0."""
-    rank = int(os.environ["RANK"])
-    model = CountingModel(rank, world)
-    single = plan_single_process(model, describe(model, click_batch(batches[0][0])), ())
-    job = build(model, bounded_plan(single, world, sync), optimizer=lambda p: torch.optim.SGD(p, 0.0), overlap=overlap)
-    for _ in job.run(click_batch(by_rank[rank]) for by_rank in batches):
-        pass
-    counts = job.copy_counts()
-    weight = next(value for name, value in job.state().tensors.items() if name.endswith("t.weight"))
-    job.mesh.close()
-    return model.dense.read, None if weight.is_meta else weight, counts
-
-
-@st.composite
-def streams(draw):
-    world, num_steps = draw(st.sampled_from((2, 3, 4))), draw(st.integers(1, 25))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    popularity = torch.arange(1.0, NUM_ROWS + 1) ** -draw(st.sampled_from((0.0, 1.0, 2.0)))
-    batches = [
-        [torch.multinomial(popularity, SAMPLES, generator=generator) for _ in range(world)] for _ in range(num_steps)
-    ]
-    sync = Bounded(draw(st.sampled_from((0, 1, 5, 20, 100))), draw(st.sampled_from((1, 3, 100))), 32)
-    return world, sync, batches
-
-
-@examples(6)
-def test_reads_miss_no_more_than_the_bound_and_no_update_is_lost(ranks, examples):
-    @seed(0)
-    @settings(database=None, max_examples=examples)
-    @given(streams(), st.booleans())
-    def check_example(stream, overlap):
-        world, sync, batches = stream
-        answers = ranks.run(world, count, world, sync, batches, overlap)
-        produced = torch.zeros(NUM_ROWS, world)
-        for step, by_rank in enumerate(batches):
-            for rank, (read, _, _) in enumerate(answers):
-                rows, weights = read[step]
-                assert torch.equal(rows, by_rank[rank])
-                missed = produced[rows] - weights
-                assert missed[:, rank].abs().max() < 1e-6 and missed.min() > -1e-6
-                assert missed.sum(1).max() < sync.pull + (world - 1) * sync.push + 1e-6
-            for rank, rows in enumerate(by_rank):
-                produced[rows, rank] += 1
-        torch.testing.assert_close(answers[0][1].float(), produced, rtol=0, atol=1e-5)
-
-    check_example()
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Simulated caches against plain simulators, and the command `cache-sim`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -68,6 +70,18 @@ def test_knowing_the_next_batches_keeps_their_rows():
     lru = simulate(table_of(loop), WAYS, BY_NAME["LRU"])
     known = simulate(table_of(loop), WAYS, policies(half_life=1, ahead=30)[3])
     assert lru.rate == 0 and known.rate > 0.9
+
+
+@given(batches=accesses, uses=st.integers(1, 5))
+def test_hits_of_lookups_count_each_use(batches, uses):
+    """If all rows are used equally often, lookups hit as often as rows; else a row counts by its uses."""
+    table = counted(batches)
+    even = replace(table, uses=tuple(torch.full_like(rows, uses) for rows in table.batches))
+    hits = simulate(even, WAYS, BY_NAME["LRU"])
+    assert (hits.lookups, hits.missing_lookups) == (uses * hits.rows, uses * hits.missing)
+    popular, rare = torch.tensor([5, 1]), torch.tensor([2])
+    hits = simulate(replace(table_of([[0], [0, 1]]), uses=(rare, popular)), WAYS, BY_NAME["LFU"])
+    assert (hits.lookups, hits.missing_lookups, hits.rate) == (6, 1, 0.5)
 
 
 def test_sizes_are_whole_sets():
