@@ -21,7 +21,7 @@ from shardwright.planner.problem import ServerRequest
 from shardwright.planner.step import server_calls
 from shardwright.planner.tables import cache_hits
 from shardwright.runtime import planning
-from shardwright.runtime.memory_check import check_fits, server_bytes, table_bytes_by_purpose
+from shardwright.runtime.memory_check import server_bytes, table_bytes_by_purpose
 from shardwright.runtime.planning import preview
 from shardwright.runtime.supported import cached_rows, is_cached_from_servers
 from shardwright.spec import files
