@@ -31,14 +31,16 @@ from shardwright.spec.cache_record import CACHES_FILE, COPIES_FILE, GROWTH_FILE,
 from shardwright.spec.plan import Plan
 from shardwright.spec.routing import ROUTING_FILE, RoutedRows
 from shardwright.spec.timeline import Timeline
+from shardwright.spec.traffic import TRAFFIC_FILE, TrafficWindow
 from shardwright.spec.workload import Workload
 
-Record = RoutedRows | CacheWindow | GrowthWindow | CopyWindow
+Record = RoutedRows | CacheWindow | GrowthWindow | CopyWindow | TrafficWindow
 RECORD_FILES = (
     (RoutedRows, ROUTING_FILE),
     (CacheWindow, CACHES_FILE),
     (GrowthWindow, GROWTH_FILE),
     (CopyWindow, COPIES_FILE),
+    (TrafficWindow, TRAFFIC_FILE),
 )
 PRIVATE_MODE = 0o700  # mode of a run directory that only its owner may read
 
