@@ -10,7 +10,7 @@ from shardwright.planner.problem import Problem
 from shardwright.planner.search import Candidate
 from shardwright.planner.step import message_bytes, prediction
 from shardwright.spec.plan import Bounded
-from shardwright.spec.traffic import PredictedStep
+from shardwright.spec.traffic import PredictedStep, PredictedSteps
 
 EXACT = Bounded(0, 0)
 BOUNDS = (10, 100)  # `pull` and `push`: HET's s
@@ -51,9 +51,11 @@ def bound_of(candidate: Candidate) -> Bounded:
     return Bounded(sync.pull, sync.push)
 
 
-def alternatives(options: StalenessOptions, chosen: Candidate) -> list[FrontierPoint]:
-    """The chosen candidate, exact training, and the other candidates that the planner has compared them with."""
-    return [FrontierPoint(bound_of(each), each) for each in _distinct(chosen, options.exact, *options.tried)]
+def predict_steps(options: StalenessOptions | None, chosen: Candidate) -> PredictedSteps:
+    """The chosen candidate's step, and with other bounds those of exact training and of what the planner has tried."""
+    others = (options.exact, *options.tried) if options is not None else ()
+    points = [FrontierPoint(bound_of(each), each) for each in _distinct(chosen, *others)]
+    return PredictedSteps(tuple(predict_step(point, chosen) for point in points))
 
 
 def frontier(options: StalenessOptions, chosen: Candidate) -> list[FrontierPoint]:

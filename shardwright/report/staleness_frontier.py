@@ -16,10 +16,7 @@ from shardwright.spec.plan import Bounded
 from shardwright.spec.traffic import PredictedStep
 
 TITLE = "Staleness"
-COLUMNS = (
-    *("pull, push", "updates missed at most", "step", "speed", "waits, %", "bytes of a step"),
-    "AUC elsewhere",
-)
+STEP_COLUMNS = ("pull, push", "updates missed at most", "step", "speed", "waits, %", "bytes of a step")
 NOT_WORTH_IT = "Copies of rows that may miss updates (staleness) would not make the predicted step shorter."
 
 
@@ -57,7 +54,9 @@ def describe_frontier(result: PlanningResult) -> FrontierSection:
         'push (equal: HET\'s s); allow=["staleness<=N"] permits N updates. Waits are for messages, bytes those of all '
         f"ranks. {quality.origin}."
     )
-    return FrontierSection((note,), ((TITLE, Grid(COLUMNS, rows)),), (_figure(steps, quality),))
+    return FrontierSection(
+        (note,), ((TITLE, Grid((*STEP_COLUMNS, "AUC elsewhere"), rows)),), (_figure(steps, quality),)
+    )
 
 
 def exact_step(steps: Sequence[PredictedStep]) -> PredictedStep:

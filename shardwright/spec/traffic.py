@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from json import dumps
 
 from shardwright.spec import files
+from shardwright.spec.timeline import Timeline
 
 TRAFFIC_FILE, PREDICTED_FILE = "traffic.jsonl", "predicted_steps.json"  # of a run
 
@@ -65,3 +66,11 @@ class PredictedSteps:
     """The chosen step of a plan, and those with other bounds of staleness that the planner has compared it with."""
 
     steps: tuple[PredictedStep, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPrediction:
+    """What is predicted of a run over several ranks. `timeline`: with the training loop's own work."""
+
+    timeline: Timeline
+    steps: PredictedSteps

@@ -64,8 +64,8 @@ class Connector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls a server; `sent`: counts the bytes of calls and replies; `explain_wait`: why the updates of other ranks, without which a server does not reply to
-    ROUND_CALL, did not arrive in time."""
+    """Who calls a server; `sent`: counts bytes of calls and replies; `explain_wait`: why the updates of other ranks,
+    without which a server does not reply to ROUND_CALL, did not arrive in time."""
 
     run: str
     rank: int

@@ -53,13 +53,19 @@ def _rank_traffic(problem: Problem, placed: PlacedTables) -> Iterator[tuple[str,
     forward = traffic.vector_hops(_in_direction(problem, "sent"), placed, precision.vectors, backward=False)
     backward = traffic.vector_hops(_in_direction(problem, "pushed"), placed, precision.gradients, backward=True)
     exchanged_RR = sum(traffic.replica_traffic(problem, placed)) + traffic.dense_traffic(problem, replicated) - dense_RR
-    yield kinds.IDS, headers_RR + traffic.id_traffic(problem, placed)
+    yield kinds.IDS, headers_RR + traffic.id_traffic(problem, _without_copies(problem, placed))
     yield kinds.VECTORS, forward[0] + forward[1]
     yield kinds.GRADIENTS, backward[0] + backward[1] + exchanged_RR
     if copied := copy_tasks.copied_loads(problem, placed):
         yield kinds.VERSIONS, np.full((num, num), sum(copy_tasks.copy_bytes(problem, copied).values()) / (num - 1))
     yield kinds.DENSE, dense_RR - experts_RR
     yield kinds.EXPERTS, experts_RR
+
+
+def _without_copies(problem: Problem, placed: PlacedTables) -> PlacedTables:
+    """The tables whose rows are not read from copies, which need no ids besides those of versions."""
+    pairs = [(unit, ranks) for unit, ranks in placed.pairs if problem.unit_load(unit).copied is None]
+    return PlacedTables.from_pairs(pairs, placed.data_parallel_tables, placed.served_tables)
 
 
 def _in_direction(problem: Problem, share: str) -> Problem:
