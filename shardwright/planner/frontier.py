@@ -1,6 +1,6 @@
 """The staleness frontier: the predicted step of exact training, and with copies of rows that may be ever staler."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardwright.errors import UserError
@@ -54,7 +54,7 @@ def bound_of(candidate: Candidate) -> Bounded:
 def predict_steps(options: StalenessOptions | None, chosen: Candidate) -> PredictedSteps:
     """The chosen candidate's step, and with other bounds those of exact training and of what the planner has tried."""
     others = (options.exact, *options.tried) if options is not None else ()
-    points = [FrontierPoint(bound_of(each), each) for each in _distinct(chosen, *others)]
+    points = _sorted([FrontierPoint(bound_of(each), each) for each in _distinct(chosen, *others)])
     return PredictedSteps(tuple(predict_step(point, chosen) for point in points))
 
 
@@ -65,6 +65,10 @@ def frontier(options: StalenessOptions, chosen: Candidate) -> list[FrontierPoint
     points += (
         point for each in BOUNDS if (sync := Bounded(each, each)) not in bounds for point in _best(options, sync)
     )
+    return _sorted(points)
+
+
+def _sorted(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
     return sorted(points, key=lambda point: (point.max_missed, point.sync.push))
 
 

@@ -35,8 +35,8 @@ def describe_traffic(run: RunRecord) -> TrafficSection | None:
             sum(measured.values()),
             sum(size for (_, link), size in measured.items() if link == BETWEEN_HOSTS),
         )
-        text += f" Ranks sent {bytes_text(total)}, {bytes_text(between)} of it between hosts"
-        text += "; measured over the second half of the recorded windows."
+        text += f" Measured: {bytes_text(total)}{f', of it {bytes_text(between)} between hosts' if between else ''}"
+        text += ", over the second half of the recorded windows."
     if len(predicted) < 2:
         return TrafficSection(text, _kinds_grid(measured, predicted))
     exact = exact_step(predicted)
