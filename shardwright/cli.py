@@ -23,6 +23,7 @@ from shardwright.spec import presets, routing_trace
 if TYPE_CHECKING:
     from shardwright.config import Settings
     from shardwright.planner.routing_gains import RoutingGains
+    from shardwright.report.html_template import Grid
 
 app = typer.Typer(
     help="Shardwright trains models that outgrow a device.",
@@ -243,6 +244,8 @@ def plan(
 ) -> None:
     """Plan the sharding of tables and the schedule of a step, and predict its time; write the plan and a page.
 
+    Both also show the predicted step if rows were read from stale copies: docs/staleness.md.
+
     For recorded routing of experts, predict the gain of copies and of exchange in steps, and place experts:
     docs/routing.md.
 
@@ -255,6 +258,7 @@ def plan(
     """
     from shardwright.report import plan as page
     from shardwright.report import terminal
+    from shardwright.report.staleness_frontier import describe_frontier
     from shardwright.runtime import routing_request
     from shardwright.runtime.planning import read_plan_request
     from shardwright.spec import files
@@ -274,18 +278,14 @@ def plan(
     other = page.read_other_plan(result, compare) if compare else None
     result.plan.verify(result.candidate.problem.workload)
     files.write(result.plan, output)
-    table_grid = page.table_plan_grid(result)
-    max_rows = 0 if explain else page.SHOWN_ROWS
-    console.print(terminal.rich_table("Tables", table_grid, max_rows))
-    if max_rows and len(table_grid.rows) > max_rows:
-        console.print(
-            f"... and {len(table_grid.rows) - max_rows:,} smaller tables; --explain shows all", highlight=False
-        )
-    for title, grid in (*page.dense_grids(result, explain), ("What bounds the step", page.bound_grid(result))):
+    stale = describe_frontier(result)
+    _print_tables(console, page.table_plan_grid(result), 0 if explain else page.SHOWN_ROWS)
+    bounds = "What bounds the step", page.bound_grid(result)
+    for title, grid in (*page.dense_grids(result, explain), bounds, *stale.grids):
         console.print(terminal.rich_table(title, grid))
     if other:
         console.print(terminal.rich_table("Compared", page.comparison_grid(result, other)))
-    for reason in page.step_reasons(result, torchrec):
+    for reason in (*page.step_reasons(result, torchrec), *stale.notes):
         console.print(reason, highlight=False)
     if torchrec:
         console.print(
@@ -296,8 +296,17 @@ def plan(
     gains = routing_request.analyse_plan(planning, result)
     if gains:
         _print_gains(console, gains, output, has_page=False)
-    target = page.render(result, output.with_suffix(".html"), torchrec, gains)
+    target = page.render(result, output.with_suffix(".html"), torchrec, gains, stale)
     console.print(f"page  {target}", highlight=False, soft_wrap=True)
+
+
+def _print_tables(console: Console, tables: "Grid", max_rows: int) -> None:
+    """`max_rows`: 0 for all."""
+    from shardwright.report import terminal
+
+    console.print(terminal.rich_table("Tables", tables, max_rows))
+    if max_rows and len(tables.rows) > max_rows:
+        console.print(f"... and {len(tables.rows) - max_rows:,} smaller tables; --explain shows all", highlight=False)
 
 
 def _check_trace_options(path: str, options: Mapping[str, object]) -> None:

@@ -46,6 +46,7 @@ def all_reduce(x: Tensor, group: Group) -> Pending[Tensor]:
             return _direct_all_reduce(x, group)
         if group.hierarchical_groups:
             return hierarchical_all_reduce(x, group.next_hierarchical_group())
+    group.sent.add_to_next(group.lane, group.ranks, group.index, 2 * x.nbytes * (group.size - 1) // group.size)
     return issue_works(group, lambda: x, lambda: dist.all_reduce(x, group=group.process_group, async_op=True))
 
 
@@ -126,6 +127,7 @@ def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]
     padded = x.new_zeros(longest, *x.shape[1:])
     padded[: len(x)] = x
     parts = [torch.empty_like(padded) for _ in range(group.size)] if group.size > 1 else [padded]
+    group.sent.add_to_next(group.lane, group.ranks, group.index, padded.nbytes * (group.size - 1))
     return issue_works(
         group,
         lambda: torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]),
@@ -309,6 +311,8 @@ def _send_and_receive(inputs: Sequence[Tensor], outputs: Sequence[Tensor], group
     outputs[group.index].copy_(inputs[group.index])
     peers = [(group.index + step) % group.size for step in range(1, group.size)]
     if inputs[0].is_cuda:
+        for peer in peers:
+            group.sent.add(group.lane, group.ranks[peer], inputs[peer].nbytes)
         ops = [
             dist.P2POp(dist.irecv, outputs[peer], group.ranks[peer], group.process_group)
             for peer in peers

@@ -20,6 +20,7 @@ from shardwright.comm import store
 from shardwright.comm.all_gather_json import all_gather_json
 from shardwright.comm.heartbeat import Heartbeat
 from shardwright.comm.pending import Waiter
+from shardwright.comm.sent_bytes import SentBytes
 from shardwright.comm.shared_memory import Channel, HostMembers, connect_channels
 from shardwright.comm.transport.servers import ServerConnector, TableServers
 from shardwright.errors import UserError, did_you_mean
@@ -148,6 +149,7 @@ class Group:
     # Groups of the same ranks with their own channels, tag and waiter, for hierarchical collectives.
     hierarchical_groups: tuple["Group", ...] = ()
     hierarchical_calls: Iterator[int] = field(default_factory=count, compare=False)
+    sent: SentBytes = field(default_factory=SentBytes, compare=False)  # of the mesh
 
     @property
     def size(self) -> int:
@@ -174,6 +176,7 @@ class Group:
 
     def send(self, member: int, x: Tensor) -> Any:
         """Send a message to a member; returns the work. Not on a GPU."""
+        self.sent.add(self.lane, self.ranks[member], x.nbytes)
         channel = self.local_channels.get(member)
         return channel.send(x) if channel else self.process_group.send([x], member, self.tag)
 
@@ -228,6 +231,7 @@ class Mesh:
         self.rank = dist.get_rank() if self.size > 1 else 0
         self.heartbeat = Heartbeat(self.rank, self.size, _open_store(self.rank)) if self.size > 1 else None
         self._handles: list[Any] = []
+        self.sent = SentBytes()
         on_cpu = self.device.type == "cpu"  # on a GPU, to wait for a work makes the current stream wait
         self._waiters = {lane: Waiter() if on_cpu else None for lane in self.lanes}
         pairs = self._every_group() if groups is None else ((lane, self._order_axes(axes)) for lane, axes in groups)
@@ -235,6 +239,7 @@ class Mesh:
         self._memory = memory and not has_emulated_link()
         if on_cpu and self.size > 1:
             self._groups = self._add_channels(self._groups)
+        self.sent.set_host(self.rank, self.group().hosts, host_topology()[1])
 
     @property
     def size(self) -> int:
@@ -374,7 +379,8 @@ class Mesh:
             if ranks == members:
                 handle = process_group
                 self._handles.append(process_group)
-        return Group(members, members.index(self.rank), lane, handle, self.heartbeat, self._waiters[lane], self.check)
+        waiter, index = self._waiters[lane], members.index(self.rank)
+        return Group(members, index, lane, handle, self.heartbeat, waiter, self.check, sent=self.sent)
 
     def _slices(self, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
         """All ranks, partitioned into ranks that differ only along these axes."""

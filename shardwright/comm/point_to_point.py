@@ -112,6 +112,7 @@ def relay_in_turn(pieces: Sequence[Tensor], chain: Sequence[int], group: Group) 
 
 def _send(x: Tensor, member: int, group: Group) -> Any:
     if x.is_cuda:
+        group.sent.add(group.lane, group.ranks[member], x.nbytes)
         return dist.isend(x, group.ranks[member], group=group.process_group)
     return group.send(member, x)
 

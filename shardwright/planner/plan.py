@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from shardwright.errors import UserError, did_you_mean
 from shardwright.planner import dense_strategies, expert_split, owned_rows, pipelines, search, servers, staleness
+from shardwright.planner.frontier import StalenessOptions
 from shardwright.planner.pins import LayerRequest, Pin, TableRequest, parse_pin
 from shardwright.planner.price import overheads
 from shardwright.planner.price.roofline import ResourceUsage, bytes_by_level
@@ -32,11 +33,13 @@ class PlanningResult:
     """A plan and the candidate it was made from.
 
     `dense_candidates`: every parallelism strategy of the dense model, with the first placement of the tables.
+    `staleness`: None if no table may have copies of rows.
     """
 
     plan: Plan
     candidate: Candidate
     dense_candidates: tuple[dense_strategies.DenseCandidate, ...] = ()
+    staleness: StalenessOptions | None = None
 
 
 def make_plan(
@@ -90,41 +93,46 @@ def make_plan(
         raise choice.shortage
     reasons = {"pipeline": pipeline_reason} if pipeline_reason else {}
     if owns:
-        best, reasons["servers"] = _choose_bounds(best, parsed_pins, allow)
+        best, options, reasons["servers"] = _choose_bounds(best, parsed_pins, allow)
     else:
-        best, staleness_reason = _choose_staleness(define_problem(exact), best, parsed_pins, allow)
+        best, options, staleness_reason = _choose_staleness(define_problem(exact), best, parsed_pins, allow)
         reasons |= {"staleness": staleness_reason} if staleness_reason else {}
         reasons |= {"servers": use} if (use := servers.describe_use(best)) else {}
     if workload.experts and cluster.num_ranks > 1:
         reasons["experts"] = expert_split.describe_split(best, choice.unsplit_seconds, layers)
     replicated = search.with_replicas(best, parsed_pins)
     why = tuple(list_reasons(best, parsed_pins, choice.strategies, replicated, reasons))
-    return PlanningResult(_to_plan(best, allow, why), best, choice.strategies)
+    return PlanningResult(_to_plan(best, allow, why), best, choice.strategies, options)
 
 
 def _choose_staleness(
     problem: Problem, exact: Candidate, pins: Mapping[str, Pin], allow: Sequence[str]
-) -> tuple[Candidate, str]:
-    """The faster of `exact` and the best candidate with copies of rows, and the plan's reason; "" if no staleness is
-    allowed."""
+) -> tuple[Candidate, StalenessOptions | None, str]:
+    """The faster of `exact` and the best candidate with copies of rows; both, None if no table may have copies; and the
+    plan's reason, "" if no staleness is allowed."""
     bounds = staleness.allowed_bounds(allow, problem.cluster.num_ranks)
-    if not bounds or not problem.workload.tables:
-        return exact, ""
+    if not problem.workload.tables or problem.cluster.num_ranks == 1:
+        return exact, None, ""
     if obstacle := staleness.describe_obstacle(replace(problem, pipeline=exact.problem.pipeline)):
-        return exact, f"not used: {obstacle}"
-    dense, experts = exact.problem.dense, exact.problem.experts
+        return exact, None, f"not used: {obstacle}" if bounds else ""
+    problem = replace(problem, dense=exact.problem.dense, experts=exact.problem.experts)
+    options = StalenessOptions(problem, pins, exact)
+    if not bounds:
+        return exact, options, ""
     try:
-        problem = staleness.choose_bounds(replace(problem, dense=dense, experts=experts), bounds)
-        bounded = search.find_best(problem, pins)
+        bounded = search.find_best(staleness.choose_bounds(problem, bounds), pins)
     except UserError as shortage:
-        return exact, f"not used: {shortage}"
+        return exact, options, f"not used: {shortage}"
     is_chosen = bounded.loads.has_copies and bounded.seconds < exact.seconds * (1 - staleness.TIE_SHARE)
-    return (bounded if is_chosen else exact), staleness.describe(bounded, exact, is_chosen=is_chosen)
+    reason = staleness.describe(bounded, exact, is_chosen=is_chosen)
+    return (bounded if is_chosen else exact), replace(options, tried=(bounded,)), reason
 
 
-def _choose_bounds(exact: Candidate, pins: Mapping[str, Pin], allow: Sequence[str]) -> tuple[Candidate, str]:
-    """The fastest of `exact` and of the candidates in which copies of rows of servers are stale within allowed bounds,
-    and the plan's reason."""
+def _choose_bounds(
+    exact: Candidate, pins: Mapping[str, Pin], allow: Sequence[str]
+) -> tuple[Candidate, StalenessOptions | None, str]:
+    """The fastest of `exact` and of the candidates in which copies of rows of servers are stale within allowed bounds;
+    all of them, None for a single rank; and the plan's reason."""
     problem, bounded = exact.problem, list[Candidate]()
     for sync in staleness.allowed_bounds(allow, problem.cluster.num_ranks):
         bounded.append(search.find_best(owned_rows.give_rows(problem, sync), pins))
@@ -132,7 +140,8 @@ def _choose_bounds(exact: Candidate, pins: Mapping[str, Pin], allow: Sequence[st
     if best.seconds >= exact.seconds * (1 - staleness.TIE_SHARE):
         best = exact
     rivals = bounded if best is exact else [exact]
-    return best, owned_rows.describe(best, rivals)
+    options = StalenessOptions(problem, pins, exact, tuple(bounded)) if problem.cluster.num_ranks > 1 else None
+    return best, options, owned_rows.describe(best, rivals)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ Measured: the thread's waits for work in flight on lanes of collectives, for row
 are copied from slower memory. Predicted: the time in which collectives run and the rank's thread does nothing.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from shardwright.planner.step.exposed import SLOW_MEMORY_STAGE, exposed_seconds
 from shardwright.report import step_times
 from shardwright.report.html_template import Grid
 from shardwright.report.run_record import RunRecord
@@ -14,12 +14,7 @@ from shardwright.report.step_times import FLIGHT, WAIT
 from shardwright.report.units import time_text
 from shardwright.spec.lanes import HOST, MAIN, READ
 from shardwright.spec.plan import Bounded, Plan
-from shardwright.spec.timeline import Event, Timeline
-
-COLLECTIVE = "collective"  # kind of a predicted event
-SLOW_MEMORY_STAGE = "prefetch"  # copies rows to the lines of caches
-NO_MESSAGES = frozenset((MAIN, HOST, READ))  # lanes without communication
-Interval = tuple[float, float]
+from shardwright.spec.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +80,9 @@ def measured_waits(timeline: Timeline) -> ExposedWaits:
 def predicted_waits(timeline: Timeline) -> ExposedWaits:
     steps = step_times.complete_steps(timeline)
     begin, end = step_times.time_window(timeline, steps)
-    ranks = sorted({event.rank for event in timeline.events})
-    messages = rows = 0.0
-    for rank in ranks:
-        own = [event for event in timeline.events if event.rank == rank]
-        busy = _intervals(event for event in own if event.lane == MAIN)
-        sending = _intervals(event for event in own if _is_message(event))
-        copying = _intervals(event for event in own if event.name == SLOW_MEMORY_STAGE)
-        messages += _seconds_without(_clip(sending, begin, end), busy)
-        rows += _seconds_without(_clip(copying, begin, end), _merge([*busy, *sending]))
-    num = len(ranks) * len(steps)
+    messages, rows = exposed_seconds(timeline.events, begin, end)
+    num = len({event.rank for event in timeline.events}) * len(steps)
     return ExposedWaits(step_times.mean_step_seconds(timeline), messages / num, rows / num)
-
-
-def _is_message(event: Event) -> bool:
-    """Messages on a lane that also computes, as sums of gradients do, count as messages."""
-    return event.kind == COLLECTIVE or event.kind == "compute" and event.lane not in NO_MESSAGES
 
 
 def _describe_reads(plan: Plan) -> str:
@@ -120,28 +102,3 @@ def _row(name: str, waits: ExposedWaits) -> tuple[str, ...]:
         time_text(waits.step),
         *(cell for own in seconds for cell in (time_text(own), f"{100 * own / waits.step:.1f}")),
     )
-
-
-def _intervals(events: Iterable[Event]) -> list[Interval]:
-    return _merge([(event.start, event.end) for event in events])
-
-
-def _merge(intervals: Sequence[Interval]) -> list[Interval]:
-    """The same times, as intervals that do not overlap."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _clip(intervals: Sequence[Interval], begin: float, end: float) -> list[Interval]:
-    return [(max(a, begin), min(b, end)) for a, b in intervals if b > begin and a < end]
-
-
-def _seconds_without(intervals: Sequence[Interval], others: Sequence[Interval]) -> float:
-    """Seconds of the intervals outside of the others; both are merged."""
-    shared = sum(max(0.0, min(b, d) - max(a, c)) for a, b in intervals for c, d in others)
-    return sum(b - a for a, b in intervals) - shared

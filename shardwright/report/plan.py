@@ -21,6 +21,7 @@ from shardwright.planner.tables.balance import imbalance
 from shardwright.report import html_template, plots, routing, torchrec_export
 from shardwright.report.html_template import Grid
 from shardwright.report.plots import Figure
+from shardwright.report.staleness_frontier import FrontierSection
 from shardwright.report.units import axis_byte_unit, axis_time_unit, time_text
 from shardwright.spec import files
 from shardwright.spec.plan import Plan, TablePlan
@@ -46,10 +47,12 @@ def render(
     path: Path,
     torchrec_result: PlanningResult | None = None,
     gains: RoutingGains | None = None,
+    stale: FrontierSection | None = None,
 ) -> Path:
     """Write the page of a plan; `torchrec_result` is the plan within TorchRec's limits, if any; `gains`: of recorded
-    routing, if given."""
-    figures = tuple(plan_figures(result))
+    routing, if given; `stale`: what staleness would buy."""
+    stale = stale or FrontierSection()
+    figures = (*stale.figures, *plan_figures(result))
     if gains:
         figures = (routing.gain_figure(gains), *figures)
     problem = result.candidate.problem
@@ -63,12 +66,14 @@ def render(
             f"{summary}. All times are predicted.",
             *map(to_sentence, step_reasons(result, torchrec_result)),
             *(map(to_sentence, gains.notes) if gains else ()),
+            *stale.notes,
         ),
         grids=(
             *(routing.grids(gains) if gains else ()),
             ("Tables", table_plan_grid(result)),
             *dense_grids(result),
             ("What bounds the step", bound_grid(result)),
+            *stale.grids,
         ),
         curves=figures,
         figures=figures,

@@ -26,6 +26,7 @@ from shardwright.report.html_template import Grid
 from shardwright.report.model_flops import flops_grid
 from shardwright.report.popularity import describe_popularity
 from shardwright.report.run_record import MachineWindow, Metrics, MetricsLine, RunRecord, read_record
+from shardwright.report.traffic_page import describe_traffic
 from shardwright.report.units import bytes_text, count_text, decimal_text, duration_text, si_text, time_text
 from shardwright.spec import files
 from shardwright.spec.plan import Plan, Stage
@@ -95,6 +96,7 @@ def run_html(run: RunRecord) -> str:
         copies=copies,
         popularity=popularity,
         communication=describe_communication(run),
+        traffic=describe_traffic(run),
         blocks=block_grid(run.workload) if run.workload and run.workload.blocks else None,
         checkpoints=checkpoint_grid(run.checkpoints) if run.checkpoints else None,
         publications=checkpoint_grid(run.publications, "publication") if run.publications else None,

@@ -30,6 +30,7 @@ from shardwright.spec.model_flops import ModelFlops
 from shardwright.spec.plan import Plan
 from shardwright.spec.routing import ROUTING_FILE, RoutedRows, read_routing
 from shardwright.spec.timeline import Timeline
+from shardwright.spec.traffic import PREDICTED_FILE, TRAFFIC_FILE, PredictedStep, PredictedSteps, TrafficWindow
 from shardwright.spec.workload import Workload
 
 T = TypeVar("T")
@@ -149,6 +150,8 @@ class RunRecord:
     caches: tuple[CacheWindow, ...] = ()
     growth: tuple[GrowthWindow, ...] = ()
     copies: tuple[CopyWindow, ...] = ()
+    traffic: tuple[TrafficWindow, ...] = ()
+    predicted_steps: tuple[PredictedStep, ...] = ()
 
 
 def read_record(path: Path) -> RunRecord:
@@ -181,6 +184,8 @@ def read_record(path: Path) -> RunRecord:
         caches=tuple(read_windows(path / CACHES_FILE, CacheWindow)),
         growth=tuple(read_windows(path / GROWTH_FILE, GrowthWindow)),
         copies=tuple(read_windows(path / COPIES_FILE, CopyWindow)),
+        traffic=tuple(read_windows(path / TRAFFIC_FILE, TrafficWindow)),
+        predicted_steps=(read_if_exists(PredictedSteps, path / PREDICTED_FILE) or PredictedSteps(())).steps,
     )
 
 

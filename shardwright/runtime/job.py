@@ -62,7 +62,10 @@ class Job:
         self.model: Any = step.model
         self.optimizer = step.optimizer
         self.tracer = Tracer(
-            rank=step.mesh.rank, device=step.mesh.device, micro_batches=step.accumulation.num_micro_batches
+            rank=step.mesh.rank,
+            device=step.mesh.device,
+            micro_batches=step.accumulation.num_micro_batches,
+            sent=step.mesh.sent,
         )
         self._step = step
         self._user_loop = user_loop

@@ -25,6 +25,7 @@ from shardwright.jagged import Batch, check_batch
 from shardwright.layers.loss import BinaryLoss, ClassLoss
 from shardwright.measure.describe import describe, sparse_of
 from shardwright.measure.device import has_fast_bf16_matmul
+from shardwright.planner import frontier
 from shardwright.planner.pins import LayerRequest, TableRequest
 from shardwright.planner.plan import PlanningResult, make_plan
 from shardwright.planner.problem import ServerRequest
@@ -45,7 +46,7 @@ from shardwright.spec.cache_hits import with_recorded_hits
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Bounded, Plan, single_rank_plan
 from shardwright.spec.routing_trace import RoutingTrace, read_trace, with_recorded_shares
-from shardwright.spec.timeline import Timeline
+from shardwright.spec.traffic import RunPrediction
 from shardwright.spec.workload import Workload
 
 USABLE_MEMORY_SHARE = 0.9  # of a host's memory
@@ -186,7 +187,7 @@ def plan_over_ranks(
     measure: Callable[[Plan], LoopCost] | None = None,
     micro_batches: int = 1,
     servers: ServerRequest | None = None,
-) -> tuple[Plan, Timeline]:
+) -> tuple[Plan, RunPrediction]:
     """The plan of a job over several ranks, and its predicted steps.
 
     `cluster_shape`: hosts and ranks per host, if the ranks are not started yet. `measure` times the training loop under
@@ -199,14 +200,15 @@ def plan_over_ranks(
     result = request.make_plan()
     plan = replace(result.plan, why=(*(() if settings.cluster else (UNMEASURED_REASON,)), *result.plan.why))
     best, loop_cost = result.candidate, measure(plan) if measure else None
-    return plan, prediction.predict_timeline(
+    timeline = prediction.predict_timeline(
         best.problem, best.placed, best.loads, best.ids_after, loop_cost, micro_batches
     )
+    return plan, RunPrediction(timeline, frontier.predict_steps(result.staleness, best))
 
 
 def plan_run(
     settings: Settings, source: Source, model: nn.Module, *, cluster_shape: tuple[int, int] | None = None
-) -> tuple[Workload, Plan, Timeline | None]:
+) -> tuple[Workload, Plan, RunPrediction | None]:
     """Plan from the first batch, which reveals most errors of data and model.
 
     `cluster_shape`: hosts and ranks per host, if the ranks are not started yet.

@@ -50,7 +50,8 @@ def connect_servers(mesh: Mesh) -> ServerConnector | None:
     ranks = RankGroup(mesh)
     run = ranks.broadcast_text(secrets.token_hex(8) if ranks.is_first else "")
     heartbeat = mesh.heartbeat
-    caller = Caller(run, ranks.rank, heartbeat.find_lost_peer) if heartbeat is not None else Caller(run, ranks.rank)
+    explain = {} if heartbeat is None else {"explain_wait": heartbeat.find_lost_peer}
+    caller = Caller(run, ranks.rank, mesh.sent, **explain)
     mesh.server_connector = ServerConnector(mesh.servers, caller)
     return mesh.server_connector
 

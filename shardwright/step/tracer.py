@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwright.comm.pending import Pending
+from shardwright.comm.sent_bytes import SentBytes
 from shardwright.spec.calls import Call
 from shardwright.spec.lanes import MAIN
 from shardwright.spec.plan import Stage
@@ -47,9 +48,17 @@ class Tracer:
     time that the thread waits for it is another event.
     """
 
-    def __init__(self, *, rank: int = 0, device: torch.device | None = None, micro_batches: int = 1) -> None:
-        """`micro_batches`: ticks of a step."""
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        device: torch.device | None = None,
+        micro_batches: int = 1,
+        sent: SentBytes | None = None,
+    ) -> None:
+        """`micro_batches`: ticks of a step. `sent`: counts bytes by stage."""
         self.rank = rank
+        self._sent = sent or SentBytes()
         self._gpu = GPUClock(device) if device is not None and device.type == "cuda" else None
         # Stages whose kernels may still run, each with a mark at its end, and the waits between them.
         self._unfinished: deque[tuple[_Record, GPUMark | None]] = deque()
@@ -88,7 +97,7 @@ class Tracer:
     @contextmanager
     def trace_call(self, call: Call) -> Iterator[None]:
         """Record a call, with the work that is issued inside it."""
-        start = time.perf_counter()
+        start, self._sent.stage = time.perf_counter(), call.stage.name
         issued = self._issued = list[_Record]()
         yield
         self._issued = None

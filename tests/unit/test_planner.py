@@ -293,7 +293,7 @@ def test_host_reduce_sends_sums_across_hosts_once():
     workload = make_workload((1000, 32, 3.0))
     result = make_plan(workload, make_cluster(2, 2), pins={"t0": "row"})
     problem, placed = result.candidate.problem, result.candidate.placed
-    in_RR, out_RR = traffic._vector_hops(problem, placed, "float32", backward=False)
+    in_RR, out_RR = traffic.vector_hops(problem, placed, "float32", backward=False)
     size = workload.batch_size * 32 * 4
     assert (in_RR[0, 1], in_RR[0, 2], out_RR[0, 2], out_RR[0, 1], out_RR[0, 3]) == (size / 2, 0, size / 4, 0, 0)
     names = [stage.name for stage in result.plan.stages]

@@ -8,13 +8,14 @@ and a server may be killed and restarted with its journal.
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Protocol
 
 import zmq
 
 from shardwright.comm.pending import Pending
+from shardwright.comm.sent_bytes import REPLY, SentBytes
 from shardwright.comm.transport.arrays import Message, decode_message
 from shardwright.comm.transport.keys import check_addresses, connect_dealer, load_keys
 from shardwright.errors import UserError
@@ -63,11 +64,12 @@ class Connector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls a server; `explain_wait`: why the updates of other ranks, without which a server does not reply to
-    ROUND_CALL, did not arrive in time."""
+    """Who calls a server; `sent`: counts bytes of calls and replies; `explain_wait`: why the updates of other ranks,
+    without which a server does not reply to ROUND_CALL, did not arrive in time."""
 
     run: str
     rank: int
+    sent: SentBytes = field(default_factory=SentBytes)
     explain_wait: Callable[[], Exception] = lambda: UserError("the updates of other ranks did not arrive in time")
 
 
@@ -101,8 +103,10 @@ class ServerConnection:
     def _send(self, message: Message) -> None:
         if self._socket.closed:
             raise UserError("this job has ended: its mesh was closed, or another job was built on it")
+        frames = message.encode()
         with suppress(zmq.Again):  # no connection, as without the right keys: the call is repeated
-            self._socket.send_multipart(message.encode(), zmq.NOBLOCK, copy=False)
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            self._caller.sent.add_call(message.header["call"], sum(map(len, frames)))
 
     def _wait(self, number: int) -> Message:
         start = last_message_at = last_ping_at = connected_at = time.monotonic()
@@ -152,6 +156,8 @@ class ServerConnection:
             message = decode_message(frames)
             if message is None:
                 continue  # damaged: the call is repeated
+            if call := self._unanswered.get(message.header.get("number", PING_NUMBER)):
+                self._caller.sent.add_call(REPLY + call.header["call"], sum(map(len, frames)))
             self._take(message.header, message)
 
     def _take(self, header: Any, message: Message) -> None:

@@ -29,12 +29,10 @@ def copied_loads(problem: Problem, placed: PlacedTables) -> list[TableLoad]:
 def copy_tasks(problem: Problem, loads: Sequence[TableLoad]) -> dict[str, Task]:
     """The tasks of the stages of bounded staleness, by name; with "update", what it adds to this stage."""
     device, others = problem.cluster.device, problem.cluster.num_ranks - 1
-    prices, samples = RowPrices(device), problem.local_batch_size * others / problem.cluster.num_ranks
-    rows = validated = pushed = updating = 0.0
+    prices, updating = RowPrices(device), 0.0
+    rows, bytes_ = sum(_rows_of_others(problem, load) for load in loads), copy_bytes(problem, loads)
     for load in loads:
-        assert load.copied is not None
-        num = samples * load.copied.rows_per_sample
-        rows, validated, pushed = rows + num, validated + num * load.copied.validated, pushed + num * load.copied.pushed
+        num = _rows_of_others(problem, load)
         updating += prices.sum_seconds(num, load.table.dim, row_bytes=round(load.table.dim * load.weight_bytes))
         # Copies are read, and gradients added to what is not sent.
         updating += 2 * overheads.columns_seconds(device, num, num * load.table.dim)
@@ -44,9 +42,27 @@ def copy_tasks(problem: Problem, loads: Sequence[TableLoad]) -> dict[str, Task]:
     seconds["update"] += updating
     tasks = {
         "copies": Task(),
-        "counts": traffic.even_all_to_all_task(problem, COUNT_BYTES * (others + 1)),
-        "validate": traffic.even_all_to_all_task(problem, WORD_BYTES * (2 * validated + 3 * pushed)),
-        "renew": traffic.even_all_to_all_task(problem, 2 * WORD_BYTES * validated),
+        **{name: traffic.even_all_to_all_task(problem, size) for name, size in bytes_.items()},
         "update": Task(),
     }
     return {name: task.lengthen(seconds[name]) for name, task in tasks.items()}
+
+
+def copy_bytes(problem: Problem, loads: Sequence[TableLoad]) -> dict[str, float]:
+    """Bytes that a rank sends in these stages."""
+    validated, pushed = (
+        sum(_rows_of_others(problem, load) * getattr(load.copied, name) for load in loads)
+        for name in ("validated", "pushed")
+    )
+    return {
+        "counts": COUNT_BYTES * problem.cluster.num_ranks,
+        "validate": WORD_BYTES * (2 * validated + 3 * pushed),
+        "renew": 2 * WORD_BYTES * validated,
+    }
+
+
+def _rows_of_others(problem: Problem, load: TableLoad) -> float:
+    """Distinct rows of other ranks in a rank's batch."""
+    assert load.copied is not None
+    num = problem.cluster.num_ranks
+    return problem.local_batch_size * (num - 1) / num * load.copied.rows_per_sample

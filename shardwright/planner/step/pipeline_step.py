@@ -63,13 +63,24 @@ def pipeline_calls(
 
 def pipeline_traffic(problem: Problem) -> np.ndarray:
     """Bytes of the messages and of the collectives of gradients in a step, from rank to rank."""
+    return message_traffic(problem) + gradient_traffic(problem)
+
+
+def message_traffic(problem: Problem) -> np.ndarray:
+    """Bytes of activations and of their gradients in a step, from rank to rank."""
     num = problem.cluster.num_ranks
     total_RR = np.zeros((num, num))
     for own in pipeline_calls(problem, 1):
         for call, task in zip(own.calls, own.tasks, strict=True):
             if task.message and task.ranks is not None and not call.stage.writes:
                 total_RR[task.ranks] += task.bytes_
-    stages = ranks_by_stage(problem)
+    return total_RR
+
+
+def gradient_traffic(problem: Problem) -> np.ndarray:
+    """Bytes of the collectives of gradients in a step, from rank to rank."""
+    num, stages = problem.cluster.num_ranks, ranks_by_stage(problem)
+    total_RR = np.zeros((num, num))
     for index, ranks in enumerate(stages):
         for chunk in rank_chunks(pipeline_of(problem), len(stages), index):
             total_RR += traffic.dense_traffic(_chunk_problem(problem, chunk, ranks))

@@ -10,6 +10,7 @@ import numpy as np
 
 from shardwright.planner.problem import PlacedTables, Problem
 from shardwright.planner.step import pipeline_step, simulate, tasks
+from shardwright.planner.step.exposed import exposed_seconds
 from shardwright.planner.step.loop_cost import LoopCost
 from shardwright.planner.step.rank_calls import RankCalls, expand_calls
 from shardwright.planner.step.stages import IDS_AFTER
@@ -19,6 +20,7 @@ from shardwright.spec.timeline import Timeline
 
 WARM_STEPS, COUNTED_STEPS = 3, 3
 TAIL_STEPS = 3  # at least; as many as the largest lead, so that counted steps have all stages that run ahead
+_COUNTED = WARM_STEPS - 1, WARM_STEPS + COUNTED_STEPS - 1  # the steps at whose ends counting begins and ends
 PIPELINE_STEPS = 4  # of which the third counts: the largest lead is a step, and each step fills the pipeline anew
 
 
@@ -90,6 +92,13 @@ def counted_step_seconds(timeline: Timeline) -> float:
     """Seconds of one step of `timeline`, averaged over the counted steps (without warm-up and tail)."""
     last = max(event.step for event in timeline.events)
     return simulate.steady_step_seconds(timeline, WARM_STEPS - 1, last - (WARM_STEPS + COUNTED_STEPS - 1))
+
+
+def message_wait_seconds(timeline: Timeline) -> float:
+    """Seconds of one of the counted steps of `timeline` in which a rank waits for messages; the mean over ranks."""
+    ends = [max(event.end for event in timeline.events if event.step == step) for step in _COUNTED]
+    messages, _ = exposed_seconds(timeline.events, *ends)
+    return messages / (len({event.rank for event in timeline.events}) * COUNTED_STEPS)
 
 
 def _num_steps(stages: Sequence[Stage]) -> int:

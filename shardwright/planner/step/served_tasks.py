@@ -18,28 +18,23 @@ from shardwright.spec.optimizer import num_squares
 
 
 def served_tasks(problem: Problem, loads: Sequence[TableLoad]) -> dict[str, Task]:
-    """The tasks of stages "copies" and "fetch"; with "update", what is added to this stage.
+    """The tasks of stages "copies", "fetch" and "push"; with "update", what is added to this stage.
 
-    A fetch is answered when the servers have applied the updates that all ranks have pushed in the step before. So it
-    contains the time of these pushes; none of it is assumed to overlap with other work.
+    A fetch is answered when the servers have applied the updates that all ranks have pushed in the step before, so it
+    begins when "push" has ended. Nobody else waits for a push.
     """
     assert problem.servers is not None and problem.workload.optimizer is not None
     num, samples, prices = problem.cluster.num_ranks, problem.local_batch_size, RowPrices(problem.cluster.device)
-    rows = validated = sent_bytes = pushed_bytes = updating = applying = 0.0
+    rows = updating = applying = 0.0
     for load in loads:
         assert load.copied is not None
         dim, own = load.table.dim, samples * load.copied.rows_per_sample
         update = prices.sum_seconds(1.0, dim, row_bytes=round(dim * load.weight_bytes))
-        rows, validated = rows + own, validated + own * load.copied.validated
-        sent_bytes += own * load.copied.sent * load.row_bytes(dim)
-        update_bytes = load.weight_bytes * (dim + num_squares(problem.workload.optimizer, dim))
-        pushed_bytes += own * load.copied.pushed * (update_bytes + 3 * WORD_BYTES)
+        rows += own
         updating += own * update + 2 * overheads.columns_seconds(problem.cluster.device, own, own * dim)
         applying += num * own * load.copied.pushed * update
-    asked_R, sent_R, pushed_R, none_R = (
-        np.full(num, bytes_)
-        for bytes_ in (2 * WORD_BYTES * validated, 2 * WORD_BYTES * validated + sent_bytes, pushed_bytes, 0.0)
-    )
+    bytes_ = served_bytes(problem, loads)
+    asked_R, sent_R, pushed_R, none_R = (np.full(num, each) for each in (*bytes_, 0.0))
     latency, call = server_calls.latency_seconds(problem), overheads.op_overhead_seconds(problem.cluster.device)
     finding = float(overheads.ids_seconds(problem.cluster.device, np.array([rows]), "place")[0])
     return {
@@ -48,6 +43,21 @@ def served_tasks(problem: Problem, loads: Sequence[TableLoad]) -> dict[str, Task
         "push": _call_task(problem, pushed_R, none_R, applying),
         "update": Task(seconds=updating + call * copy_tasks.CALLS["update"][0]),
     }
+
+
+def served_bytes(problem: Problem, loads: Sequence[TableLoad]) -> tuple[float, float, float]:
+    """Bytes of a rank's messages to all servers in a step: rows with versions to validate, answers, and pushes."""
+    assert problem.workload.optimizer is not None
+    validated = sent_bytes = pushed_bytes = 0.0
+    for load in loads:
+        assert load.copied is not None
+        dim, own = load.table.dim, problem.local_batch_size * load.copied.rows_per_sample
+        validated += own * load.copied.validated
+        sent_bytes += own * load.copied.sent * load.row_bytes(dim)
+        update_bytes = load.weight_bytes * (dim + num_squares(problem.workload.optimizer, dim))
+        pushed_bytes += own * load.copied.pushed * (update_bytes + 3 * WORD_BYTES)
+    asked = 2 * WORD_BYTES * validated
+    return asked, asked + sent_bytes, pushed_bytes
 
 
 def _call_task(

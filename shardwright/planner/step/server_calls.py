@@ -1,8 +1,7 @@
 """Seconds of a rank's calls to table servers, which all ranks make at the same time.
 
-The bytes of a call and of its reply pass the link one after the other; the server works on the message of one rank while
-those of others are on the link.
-A server has the link of a rank, or of a host if its ranks share one.
+The bytes of a call and of its reply pass the link one after the other; the server works on the message of one rank
+while those of others are on the link. A server has the link of a rank, or of a host if its ranks share one.
 
 Shape legend: R ranks.
 """

@@ -3,7 +3,7 @@
 Shape legend: R ranks (RR: from, to), C replicas, N ranks of a replica.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -110,7 +110,7 @@ def _even_traffic(bytes_R: np.ndarray, num_replicas: int) -> np.ndarray:
     return np.where(group[:, None] == group, (bytes_R / group_size)[:, None], 0.0)
 
 
-def _replica_traffic(problem: Problem, placed: PlacedTables) -> tuple[np.ndarray, np.ndarray]:
+def replica_traffic(problem: Problem, placed: PlacedTables) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of row ids and of gradients that replicas exchange before the update."""
     num = problem.cluster.num_ranks
     ids_RR, gradients_RR = np.zeros((num, num)), np.zeros((num, num))
@@ -125,7 +125,7 @@ def _replica_traffic(problem: Problem, placed: PlacedTables) -> tuple[np.ndarray
 
 def replica_exchange_task(problem: Problem, placed: PlacedTables) -> Task:
     """The all-to-alls between replicas, one after the other: row counts, row ids, gradients."""
-    ids_RR, gradients_RR = _replica_traffic(problem, placed)
+    ids_RR, gradients_RR = replica_traffic(problem, placed)
     counts_RR = np.where(ids_RR > 0, float(ROW_ID_BYTES), 0.0)
     tasks = [exchange_task(problem, bytes_RR) for bytes_RR in (counts_RR, ids_RR, gradients_RR)]
     seconds = sum(task.seconds_on(0) for task in tasks)
@@ -135,17 +135,26 @@ def replica_exchange_task(problem: Problem, placed: PlacedTables) -> Task:
 def step_traffic(problem: Problem, placed: PlacedTables) -> np.ndarray:
     """Bytes of all messages of a step, from rank to rank."""
     precision = problem.precision
-    total_RR = id_traffic(problem, placed) + sum(_replica_traffic(problem, placed))
-    forward = _vector_hops(problem, placed, precision.vectors, backward=False)
-    backward = _vector_hops(problem, placed, precision.gradients, backward=True)
+    total_RR = id_traffic(problem, placed) + sum(replica_traffic(problem, placed))
+    forward = vector_hops(problem, placed, precision.vectors, backward=False)
+    backward = vector_hops(problem, placed, precision.gradients, backward=True)
     total_RR = total_RR + sum(forward) + sum(backward)
     return total_RR + dense_traffic(problem, data_parallel_gradient_bytes(problem, placed))
 
 
 def dense_traffic(problem: Problem, replicated: int = 0) -> np.ndarray:
     """Bytes of the collectives of the dense model in a step, from rank to rank; `replicated` as below."""
+    return _collective_traffic(problem, _dense_collectives(problem, replicated)) + expert_traffic(problem)
+
+
+def expert_traffic(problem: Problem) -> np.ndarray:
+    """Bytes of the rows of experts in a step, from rank to rank."""
+    return _collective_traffic(problem, _expert_exchanges(problem))
+
+
+def _collective_traffic(problem: Problem, collectives: Iterable[SizedCollective]) -> np.ndarray:
     total_RR = np.zeros((problem.cluster.num_ranks, problem.cluster.num_ranks))
-    for op, groups, bytes_ in _dense_collectives(problem, replicated):
+    for op, groups, bytes_ in collectives:
         total_RR = total_RR + sum(round_.traffic_RR for round_ in groups.rounds(op, bytes_))
     return total_RR
 
@@ -169,6 +178,9 @@ def _dense_collectives(problem: Problem, replicated: int) -> Iterator[SizedColle
     expert_bytes = gradient_wire_bytes(problem, problem.own_expert_bytes(problem.blocks))
     if expert_bytes and problem.expert_replicas is not None:
         yield "all_reduce", problem.expert_replicas, expert_bytes
+
+
+def _expert_exchanges(problem: Problem) -> Iterator[SizedCollective]:
     for part in (part for block in problem.blocks for part in problem.experts_of(block)):
         rows = part.mixture.rows * problem.local_batch_share  # there and back, in both passes
         row_bytes = 2 * (part.mixture.row_bytes + part.mixture.result_bytes)
@@ -203,11 +215,11 @@ def exchange_task(problem: Problem, traffic_RR: np.ndarray) -> Task:
 
 def vector_exchange_tasks(problem: Problem, placed: PlacedTables, dtype: Dtype, *, backward: bool) -> tuple[Task, Task]:
     """The exchange inside hosts (host reduce; backward: host broadcast), and the exchange over all ranks."""
-    host_RR, rest_RR = _vector_hops(problem, placed, dtype, backward=backward)
+    host_RR, rest_RR = vector_hops(problem, placed, dtype, backward=backward)
     return exchange_task(problem, host_RR), exchange_task(problem, rest_RR)
 
 
-def _vector_hops(
+def vector_hops(
     problem: Problem, placed: PlacedTables, dtype: Dtype, *, backward: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of vectors (`backward`: gradients) inside hosts, for the host reduce, and over all ranks.

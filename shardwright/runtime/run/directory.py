@@ -30,15 +30,16 @@ from shardwright.spec import files
 from shardwright.spec.cache_record import CACHES_FILE, COPIES_FILE, GROWTH_FILE, CacheWindow, CopyWindow, GrowthWindow
 from shardwright.spec.plan import Plan
 from shardwright.spec.routing import ROUTING_FILE, RoutedRows
-from shardwright.spec.timeline import Timeline
+from shardwright.spec.traffic import PREDICTED_FILE, TRAFFIC_FILE, RunPrediction, TrafficWindow
 from shardwright.spec.workload import Workload
 
-Record = RoutedRows | CacheWindow | GrowthWindow | CopyWindow
+Record = RoutedRows | CacheWindow | GrowthWindow | CopyWindow | TrafficWindow
 RECORD_FILES = (
     (RoutedRows, ROUTING_FILE),
     (CacheWindow, CACHES_FILE),
     (GrowthWindow, GROWTH_FILE),
     (CopyWindow, COPIES_FILE),
+    (TrafficWindow, TRAFFIC_FILE),
 )
 PRIVATE_MODE = 0o700  # mode of a run directory that only its owner may read
 
@@ -161,7 +162,7 @@ class RunDirectory:
         settings: Settings,
         workload: Workload,
         plan: Plan,
-        predicted: Timeline | None = None,
+        predicted: RunPrediction | None = None,
         threads: Threads | None = None,
     ) -> None:
         """Write settings, environment, workload and plan before the first step.
@@ -176,9 +177,11 @@ class RunDirectory:
         files.write_text(json.dumps(describe_environment(threads), indent=1), self.path / "environment.json")
         files.write(workload, self.path / "workload.json")
         files.write(plan, self.path / "plan.json")
-        (self.path / "predicted.json").unlink(missing_ok=True)
+        for name in ("predicted.json", PREDICTED_FILE):
+            (self.path / name).unlink(missing_ok=True)
         if predicted is not None:
-            files.write_text(predicted.to_chrome(), self.path / "predicted.json")
+            files.write_text(predicted.timeline.to_chrome(), self.path / "predicted.json")
+            files.write(predicted.steps, self.path / PREDICTED_FILE)
 
     def write(self, name: str, value: object) -> None:
         """Write a value of spec as a file of this directory."""

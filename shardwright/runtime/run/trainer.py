@@ -36,6 +36,7 @@ from shardwright.runtime.run.routing_recorder import RoutingRecorder
 from shardwright.runtime.run.setup import make_savers
 from shardwright.runtime.run.table_recorder import TableRecorder
 from shardwright.runtime.run.token_meter import TokenMeter
+from shardwright.runtime.run.traffic_recorder import TrafficRecorder
 from shardwright.runtime.run.watcher import RunResult, Watcher
 from shardwright.spec import files
 from shardwright.spec.lanes import MAIN
@@ -94,7 +95,8 @@ class Trainer:
         self._restore()
         self.checkpoint_step = self.job.step
         self.directory.save_transforms(self.transforms)
-        self.table_recorder = TableRecorder(self.job, self.rank_group)
+        recorders = TableRecorder(self.job, self.rank_group), TrafficRecorder(self.job, self.rank_group)
+        self.recorders = self.routing, *recorders
         start_samples, start_seconds = self.samples, self.seconds
         self.saver.preallocate(self.job.local_state)
         if self.settings.train.publish_every:
@@ -154,7 +156,7 @@ class Trainer:
                 for output in step_outputs:
                     window.update(output, metrics.mean_penalty(self.job.model.loss, output))
                 values = self.rank_group.all_gather_window(window).compute() if due else {}
-                records = [*self.routing.gather(step), *self.table_recorder.gather(step)] if due else []
+                records = [record for each in self.recorders for record in each.gather(step)] if due else []
             self.seconds += time.perf_counter() - start
             self.watcher.step(step, self.samples)
             if due:
