@@ -9,7 +9,7 @@ exact. Phases:
     update      one call to each server with updates, which nobody waits for; then copies, from own gradients
     flush       before state is read: all updates are pushed, and copies are dropped
 
-Shape legend: U distinct rows of a batch, V rows with updates, D columns.
+Shape legend: U distinct rows of a batch, R those of other owners, V rows with updates, D columns.
 """
 
 from collections.abc import Mapping, Sequence
