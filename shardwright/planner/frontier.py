@@ -54,7 +54,7 @@ def bound_of(candidate: Candidate) -> Bounded:
 def predict_steps(options: StalenessOptions | None, chosen: Candidate) -> PredictedSteps:
     """The chosen candidate's step, and with other bounds those of exact training and of what the planner has tried."""
     others = (options.exact, *options.tried) if options is not None else ()
-    points = _sorted([FrontierPoint(bound_of(each), each) for each in _distinct(chosen, *others)])
+    points = _sort_by_staleness([FrontierPoint(bound_of(each), each) for each in _distinct(chosen, *others)])
     return PredictedSteps(tuple(predict_step(point, chosen) for point in points))
 
 
@@ -65,10 +65,10 @@ def frontier(options: StalenessOptions, chosen: Candidate) -> list[FrontierPoint
     points += (
         point for each in BOUNDS if (sync := Bounded(each, each)) not in bounds for point in _best(options, sync)
     )
-    return _sorted(points)
+    return _sort_by_staleness(points)
 
 
-def _sorted(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
+def _sort_by_staleness(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
     return sorted(points, key=lambda point: (point.max_missed, point.sync.push))
 
 

@@ -10,7 +10,7 @@ from shardwright.runtime.rank_group import RankGroup
 from shardwright.spec import lanes, traffic
 from shardwright.spec.traffic import TrafficWindow
 
-KIND_OF_LANE = MappingProxyType(
+KIND_OF_LANE = MappingProxyType[str, str](
     dict.fromkeys((lanes.DENSE, *lanes.SHARD_LANES), traffic.DENSE)
     | dict.fromkeys(lanes.EXPERT_LANES, traffic.EXPERTS)
     | dict.fromkeys(lanes.PIPELINE_LANES, traffic.PIPELINE)
