@@ -11,9 +11,15 @@ from shardwright.spec import lanes, traffic
 from shardwright.spec.traffic import TrafficWindow
 
 KIND_OF_LANE = MappingProxyType[str, str](
-    dict.fromkeys((lanes.DENSE, *lanes.SHARD_LANES), traffic.DENSE)
-    | dict.fromkeys(lanes.EXPERT_LANES, traffic.EXPERTS)
-    | dict.fromkeys(lanes.PIPELINE_LANES, traffic.PIPELINE)
+    {
+        lanes.DENSE: traffic.DENSE,
+        lanes.GATHER: traffic.DENSE,
+        lanes.SCATTER: traffic.DENSE,
+        lanes.EXPERTS: traffic.EXPERTS,
+        lanes.COPIES: traffic.EXPERTS,
+        lanes.PIPE: traffic.PIPELINE,
+        lanes.PIPE_BACKWARD: traffic.PIPELINE,
+    }
 )
 KIND_OF_STAGE = MappingProxyType(
     {
