@@ -95,6 +95,11 @@ class GraphStream:
         return {name: round(rows * self.copies_share) for name, rows in self.rows.items()}
 
     @property
+    def memory_share(self) -> float:
+        """Of the rows that workers own: each has as many in memory as it would have copies."""
+        return min(RANKS * self.copies_share, 0.95)
+
+    @property
     def values(self) -> dict[str, int]:
         """Values of a node by table."""
         return {"node": 1} | {name: field.values for name, field in self.shape.fields.items()}

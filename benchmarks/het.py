@@ -119,6 +119,7 @@ class ClickStreamTask:
     """What a side of benchmarks.het_sides trains: a model of this file."""
 
     name: str
+    memory_share: float = 0.4
 
     @property
     def copies(self) -> dict[str, int]:

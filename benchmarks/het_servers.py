@@ -55,7 +55,7 @@ Replies = dict[str, list[dict[str, Any]]]  # by side, of each round
 
 def warm_steps(side: str) -> int:
     own = SERVED.get(side)
-    is_short = own is None or not own.in_memory and not own.bound
+    is_short = own is None or not own.on_workers and not own.bound
     return SHORT_WARM_STEPS if is_short else WARM_STEPS
 
 

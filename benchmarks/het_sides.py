@@ -19,25 +19,27 @@ DENSE = "dense"  # table and feature of dense parameters that are on the server
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Tables on a server. `bound`: of pull and push. `in_memory`: instead of copies, the share of the rows that their
-    owners, the workers, have in memory."""
+    """Tables on a server. `bound`: of pull and push. `on_workers`: instead of copies, the workers own the rows."""
 
     bound: int = 0
     has_copies: bool = True
     removes_duplicates: bool = True
     has_dense: bool = False  # the server has the dense parameters too
     follows_het: bool = False
-    in_memory: float = 0.0
+    on_workers: bool = False
 
 
 class Task(Protocol):
     """Interface of what all sides train; its repr makes it again in the workers.
 
-    `copies`: rows of each table, on each worker.
+    `copies`: rows of each table, on each worker; `memory_share`: of the rows that workers own, in memory.
     """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def memory_share(self) -> float: ...
 
     @property
     def copies(self) -> dict[str, int]: ...
@@ -68,7 +70,7 @@ SERVED = {
     "no cache A/A": Side(has_copies=False),
     "HET's protocol 100": Side(100, follows_het=True),
     "exact, copies": Side(),
-    "exact, rows on workers": Side(in_memory=0.4),
+    "exact, rows on workers": Side(on_workers=True),
     "bounded 10": Side(10),
     "bounded 100": Side(100),
 }
@@ -232,9 +234,9 @@ def make_plan(task: Task, side: str, model: Any, exact: Any, cluster: Any) -> An
     if own.has_dense:
         batch = with_dense_rows(task.make_example(), model.sparse.tables[-1].rows)
         plan = planner.make_plan(describe(model, batch), cluster).plan
-    if own.in_memory:
+    if own.on_workers:
         shard_rows = {t.table: max(rect.rows[1] - rect.rows[0] for rect in t.rects) for t in plan.tables}
-        return keep_on_servers(plan, {table: int(rows * own.in_memory) for table, rows in shard_rows.items()})
+        return keep_on_servers(plan, {table: int(rows * task.memory_share) for table, rows in shard_rows.items()})
     rows = task.copies | {DENSE: max(task.copies.values())}
     return keep_on_servers(plan, {each.table: Bounded(own.bound, own.bound, rows[each.table]) for each in plan.tables})
 
@@ -247,7 +249,7 @@ def predict(task: Task, cluster: Any) -> dict[str, float]:
     problem, milliseconds = task.make_problem(cluster), dict[str, float]()
     exact = plan_tables(problem.workload, cluster).plan
     for side, own in SERVED.items():
-        if own.has_copies and not own.in_memory and not own.follows_het:
+        if own.has_copies and not own.on_workers and not own.follows_het:
             plan = make_plan(task, side, None, exact, cluster)
             milliseconds[side] = 1e3 * reprice_plan(problem, plan).seconds
     return milliseconds
@@ -286,7 +288,7 @@ def build_job(task: Task, side: str, exact: Any, cluster: Any) -> tuple[Any, Any
     hottest = {name: torch.from_numpy(rows) for name, rows in task.hottest().items()}
     optimizer = lambda parameters: torch.optim.SGD(parameters, 0.01)  # noqa: E731
     job = build(model, plan, mesh, optimizer=optimizer, hottest=hottest)
-    if own is not None and not own.in_memory:
+    if own is not None and not own.on_workers:
         changes = [follow_het] * own.follows_het
         changes += [keep_no_copies] * (not own.has_copies) + [keep_duplicates] * (not own.removes_duplicates)
         for change in changes:
