@@ -19,6 +19,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -98,15 +99,54 @@ def make_statistics(features: Sequence[str]) -> list[Any]:
     return [FeatureStatistics(name, 1.0, distinct[-1][1], popularity, distinct) for name in features]
 
 
-def make_problem(name: str, cluster: Any) -> Any:
-    """What the planner knows: the workload with the statistics of the stream, on a cluster."""
+def define_problem(model: Any, batch: Any, statistics: Sequence[Any], cluster: Any) -> Any:
+    """What the planner knows: the workload with these statistics of the features, on a cluster."""
     from shardwright.measure.describe import describe
     from shardwright.planner import search
     from shardwright.planner.plan import exact_precision
 
-    batch = make_batch(name, 0, LOCAL_BATCH * cluster.num_ranks)
-    workload = describe(make_model(name), batch, make_statistics(batch.features.features))
+    workload = describe(model, batch, statistics)
     return search.define_problem(workload, cluster, workload.batch_size, exact_precision(workload))
+
+
+def make_problem(name: str, cluster: Any) -> Any:
+    batch = make_batch(name, 0, LOCAL_BATCH * cluster.num_ranks)
+    return define_problem(make_model(name), batch, make_statistics(batch.features.features), cluster)
+
+
+@dataclass(frozen=True)
+class ClickStreamTask:
+    """What a side of benchmarks.het_sides trains: a model of this file."""
+
+    name: str
+    workers: int = RANKS
+    memory_share: float = 0.4
+
+    @property
+    def copies(self) -> dict[str, int]:
+        """Rows of each table, on each worker."""
+        return {table.name: COPIES for table in self.make_model().sparse.tables}
+
+    def make_model(self) -> Any:
+        return make_model(self.name)
+
+    def make_batches(self, rank: int) -> list[Any]:
+        """The batches of a worker."""
+        return [make_batch(self.name, 10_000 * (rank + 1) + number, LOCAL_BATCH) for number in range(NUM_BATCHES)]
+
+    def make_example(self) -> Any:
+        """A global batch."""
+        return make_batch(self.name, 0, LOCAL_BATCH * self.workers)
+
+    def make_problem(self, cluster: Any) -> Any:
+        """What the planner knows."""
+        return make_problem(self.name, cluster)
+
+    def hottest(self) -> dict[str, Any]:
+        """Rows by table, most frequent first."""
+        import numpy as np
+
+        return {table.name: np.arange(table.rows) for table in self.make_model().sparse.tables}
 
 
 def make_results(name: str, cluster: Any) -> dict[str, Any]:

@@ -39,8 +39,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import results_file
-from benchmarks.het import CPU, MODELS, RANKS, moved_rows
-from benchmarks.het_sides import BASE, SERVED, SIDES, predict
+from benchmarks.het import CPU, MODELS, RANKS, ClickStreamTask, moved_rows
+from benchmarks.het_sides import BASE, SERVED, SIDES, Task, predict
 from benchmarks.sharding import measure, median_min_max, start_job
 from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape, parse_bits_per_second
@@ -55,7 +55,7 @@ Replies = dict[str, list[dict[str, Any]]]  # by side, of each round
 
 def warm_steps(side: str) -> int:
     own = SERVED.get(side)
-    is_short = own is None or not own.in_memory and not own.bound
+    is_short = own is None or not own.on_workers and not own.bound
     return SHORT_WARM_STEPS if is_short else WARM_STEPS
 
 
@@ -65,12 +65,13 @@ def server_bytes(lab: Lab, workers: int) -> tuple[int, int]:
     return link.sent_bytes, link.received_bytes
 
 
-def run_sides(name: str, cluster: str, args: argparse.Namespace) -> dict[str, Replies]:
+def run_sides(task: Task, cluster: str, args: argparse.Namespace) -> dict[str, Replies]:
     """Train in turns; by rate, the replies with a step's bytes on the server's link."""
     replies: dict[str, Replies] = {rate: {side: [] for side in args.sides} for rate in (FREE_RATE, *args.rates)}
     hosts = [Host(uplink=FREE_RATE, cpu=CPU)] * args.workers + [Host(uplink=FREE_RATE, cpu=SERVER_CPU)]
     with TemporaryDirectory() as folder, Lab(Shape(tuple(hosts)), "het") as lab:
-        call = f"from benchmarks.het_sides import worker; worker({folder!r}, {name!r}, {cluster!r}, {args.sides!r})"
+        call = f"from benchmarks.het_sides import worker; from {type(task).__module__} import {type(task).__name__}; "
+        call += f"worker({folder!r}, {task!r}, {cluster!r}, {args.sides!r})"
         with start_job(lab, folder, "ours", [sys.executable, "-c", call]) as client:
             for side in args.sides:
                 client.run_turn(side, 2 if args.smoke else warm_steps(side), 1)
@@ -90,20 +91,20 @@ def run_sides(name: str, cluster: str, args: argparse.Namespace) -> dict[str, Re
     return replies
 
 
-def run(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(task: Task, args: argparse.Namespace) -> list[dict[str, Any]]:
     with TemporaryDirectory() as folder:
         cluster = args.cluster or f"{folder}/cluster.toml"
         if not Path(cluster).exists():
             rate = FREE_RATE if args.links == "server" else args.rates[0]
             with Lab(Shape((Host(uplink=rate, cpu=CPU),) * args.workers), "het") as lab:
                 measure(lab, Path(cluster))
-        replies, predicted = run_sides(name, cluster, args), predict(name, presets.load_cluster(cluster))
+        replies, predicted = run_sides(task, cluster, args), predict(task, presets.load_cluster(cluster))
     free = replies[FREE_RATE]
     lines = [line for rate, own in replies.items() for line in result_lines(rate, own, free, args.steps)]
     for line in lines if args.links == "all" else ():
         if line["rate"] == args.rates[0] and line["side"] in predicted:
             line["predicted_ms"] = round(predicted[line["side"]], 1)
-    common = {"benchmark": "het_servers", "model": name, "links": args.links}
+    common = {"benchmark": "het_servers", "model": task.name, "links": args.links}
     common |= {"workers": args.workers} if args.workers != RANKS else {}
     return [common | line for line in lines]
 
@@ -155,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.model, args.rates, args.rounds, args.steps = MODELS[:1], ["1gbit"], 1, 2
     lines: list[dict[str, Any]] = []
     for name in args.model:
-        for line in run(name, args):
+        for line in run(ClickStreamTask(name, args.workers), args):
             lines.append(line)
             print(json.dumps(line), flush=True)
     if args.write:

@@ -1,4 +1,4 @@
-"""The sides of benchmarks.het_servers: what the workers and the server's host run."""
+"""The sides of benchmarks.het_servers and benchmarks.het_graphs: what the workers and the server's host run."""
 
 import os
 import time
@@ -6,18 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from benchmarks.het import (
-    COPIES,
-    DIM,
-    LOCAL_BATCH,
-    NUM_BATCHES,
-    make_batch,
-    make_model,
-    make_problem,
-    train_turns,
-)
+from benchmarks.het import DIM, train_turns
 from benchmarks.turns import TurnServer, make_broadcast
 
 FIRST_PORT = 5800
@@ -28,15 +19,48 @@ DENSE = "dense"  # table and feature of dense parameters that are on the server
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Tables on a server. `bound`: of pull and push. `in_memory`: instead of copies, the share of the rows that their
-    owners, the workers, have in memory."""
+    """Tables on a server. `bound`: of pull and push. `on_workers`: instead of copies, the workers own the rows."""
 
     bound: int = 0
     has_copies: bool = True
     removes_duplicates: bool = True
     has_dense: bool = False  # the server has the dense parameters too
     follows_het: bool = False
-    in_memory: float = 0.0
+    on_workers: bool = False
+
+
+class Task(Protocol):
+    """Interface of what all sides train; its repr makes it again in the workers.
+
+    `copies`: rows of each table, on each worker; `memory_share`: of the rows that workers own, in memory.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def memory_share(self) -> float: ...
+
+    @property
+    def copies(self) -> dict[str, int]: ...
+
+    def make_model(self) -> Any:
+        """The model on the meta device."""
+        ...
+
+    def make_batches(self, rank: int) -> list[Any]: ...
+
+    def make_example(self) -> Any:
+        """A global batch."""
+        ...
+
+    def make_problem(self, cluster: Any) -> Any:
+        """What the planner knows."""
+        ...
+
+    def hottest(self) -> dict[str, Any]:
+        """Rows by table, most frequent first, as arrays."""
+        ...
 
 
 SERVED = {
@@ -46,7 +70,7 @@ SERVED = {
     "no cache A/A": Side(has_copies=False),
     "HET's protocol 100": Side(100, follows_het=True),
     "exact, copies": Side(),
-    "exact, rows on workers": Side(in_memory=0.4),
+    "exact, rows on workers": Side(on_workers=True),
     "bounded 10": Side(10),
     "bounded 100": Side(100),
 }
@@ -154,16 +178,15 @@ def keep_duplicates(served: Any) -> None:
     served.find_copies, served.fetch, served._push = find_copies, fetch, push_each
 
 
-def make_dense_from_server(name: str) -> Any:
+def make_dense_from_server(task: Task) -> Any:
     """The model on the meta device, with its dense parameters in rows of a table: each step reads all of them."""
     import torch
     from torch import nn
 
     from shardwright.layers.embedding import EmbeddingBags
-    from shardwright.models.het import HetModel
     from shardwright.spec.workload import Feature, Table
 
-    model = make_model(name)
+    model = task.make_model()
     sparse, dense = model.sparse, model.dense
     shapes = {key: parameter.shape for key, parameter in dense.named_parameters()}
     sizes = [prod(shape) for shape in shapes.values()]
@@ -180,7 +203,8 @@ def make_dense_from_server(name: str) -> Any:
     tables = [*sparse.tables, Table(DENSE, rows, DIM)]
     features = [*sparse.features, Feature(DENSE, DENSE, pooling="none")]
     with torch.device("meta"):
-        return HetModel(EmbeddingBags(tables, features, sparse.optimizer), DenseRows())
+        model.sparse, model.dense = EmbeddingBags(tables, features, sparse.optimizer), DenseRows()
+    return model
 
 
 def with_dense_rows(batch: Any, rows: int) -> Any:
@@ -198,7 +222,7 @@ def with_dense_rows(batch: Any, rows: int) -> Any:
     return replace(batch, features=features)
 
 
-def make_plan(name: str, side: str, model: Any, exact: Any, cluster: Any) -> Any:
+def make_plan(task: Task, side: str, model: Any, exact: Any, cluster: Any) -> Any:
     """The plan of a side; `exact`: the planner's."""
     from shardwright import Bounded, keep_on_servers
     from shardwright.measure.describe import describe
@@ -208,30 +232,43 @@ def make_plan(name: str, side: str, model: Any, exact: Any, cluster: Any) -> Any
         return exact
     own, plan = SERVED[side], exact
     if own.has_dense:
-        batch = with_dense_rows(make_batch(name, 0, LOCAL_BATCH * cluster.num_ranks), model.sparse.tables[-1].rows)
+        batch = with_dense_rows(task.make_example(), model.sparse.tables[-1].rows)
         plan = planner.make_plan(describe(model, batch), cluster).plan
-    if own.in_memory:
+    if own.on_workers:
         shard_rows = {t.table: max(rect.rows[1] - rect.rows[0] for rect in t.rects) for t in plan.tables}
-        return keep_on_servers(plan, {table: int(rows * own.in_memory) for table, rows in shard_rows.items()})
-    return keep_on_servers(plan, {table.table: Bounded(own.bound, own.bound, COPIES) for table in plan.tables})
+        return keep_on_servers(plan, {table: int(rows * task.memory_share) for table, rows in shard_rows.items()})
+    rows = task.copies | {DENSE: max(task.copies.values())}
+    return keep_on_servers(plan, {each.table: Bounded(own.bound, own.bound, rows[each.table]) for each in plan.tables})
 
 
-def predict(name: str, cluster: Any) -> dict[str, float]:
+def predict(task: Task, cluster: Any) -> dict[str, float]:
     """Milliseconds of a step of the sides whose tables have copies on the workers, by side; empty for one worker, of
     whose link to the server a measured cluster knows nothing."""
     from shardwright.planner.plan import make_plan as plan_tables
     from shardwright.planner.reprice import reprice_plan
 
-    problem, milliseconds = make_problem(name, cluster), dict[str, float]()
+    problem, milliseconds = task.make_problem(cluster), dict[str, float]()
     exact = plan_tables(problem.workload, cluster).plan
     for side, own in SERVED.items() if cluster.num_ranks > 1 else ():
-        if own.has_copies and not own.in_memory and not own.follows_het:
-            plan = make_plan(name, side, None, exact, cluster)
+        if own.has_copies and not own.on_workers and not own.follows_het:
+            plan = make_plan(task, side, None, exact, cluster)
             milliseconds[side] = 1e3 * reprice_plan(problem, plan).seconds
     return milliseconds
 
 
-def build_job(name: str, side: str, exact: Any, cluster: Any) -> tuple[Any, Any]:
+def predict_no_cache(task: Task, cluster: Any) -> float:
+    """Milliseconds of a step with a copy of one row of each table, so that nearly all rows are sent in each batch."""
+    from shardwright import Bounded, keep_on_servers
+    from shardwright.planner.plan import make_plan as plan_tables
+    from shardwright.planner.reprice import reprice_plan
+
+    problem = task.make_problem(cluster)
+    exact = plan_tables(problem.workload, cluster).plan
+    plan = keep_on_servers(exact, {table.table: Bounded(0, 0, 1) for table in exact.tables})
+    return 1e3 * reprice_plan(problem, plan).seconds
+
+
+def build_job(task: Task, side: str, exact: Any, cluster: Any) -> tuple[Any, Any]:
     """The job of a worker, and its mesh."""
     import torch
 
@@ -243,16 +280,16 @@ def build_job(name: str, side: str, exact: Any, cluster: Any) -> tuple[Any, Any]
 
     keys.check_address = lambda *_: None
     own = SERVED.get(side)
-    model = make_dense_from_server(name) if own is not None and own.has_dense else make_model(name)
-    plan, connections = make_plan(name, side, model, exact, cluster), None
+    model = make_dense_from_server(task) if own is not None and own.has_dense else task.make_model()
+    plan, connections = make_plan(task, side, model, exact, cluster), None
     if own is not None:
         address = f"tcp://{rank_address(cluster.num_ranks)}:{FIRST_PORT + [*SERVED].index(side)}"
         connections = TableServers((address,), timeout_seconds=TIMEOUT_SECONDS)
     mesh = mesh_for(plan, TIMEOUT_SECONDS, connections)
-    hottest = {table.name: torch.arange(table.rows) for table in model.sparse.tables}
+    hottest = {name: torch.from_numpy(rows) for name, rows in task.hottest().items()}
     optimizer = lambda parameters: torch.optim.SGD(parameters, 0.01)  # noqa: E731
     job = build(model, plan, mesh, optimizer=optimizer, hottest=hottest)
-    if own is not None and not own.in_memory:
+    if own is not None and not own.on_workers:
         changes = [follow_het] * own.follows_het
         changes += [keep_no_copies] * (not own.has_copies) + [keep_duplicates] * (not own.removes_duplicates)
         for change in changes:
@@ -260,7 +297,7 @@ def build_job(name: str, side: str, exact: Any, cluster: Any) -> tuple[Any, Any]
     return job, mesh
 
 
-def worker(folder: str, name: str, cluster_file: str, sides: Sequence[str]) -> None:
+def worker(folder: str, task: Task, cluster_file: str, sides: Sequence[str]) -> None:
     """Body of every host."""
     workers = int(os.environ["WORLD_SIZE"]) - 1
     if os.environ["RANK"] == str(workers):
@@ -269,15 +306,15 @@ def worker(folder: str, name: str, cluster_file: str, sides: Sequence[str]) -> N
     os.environ["WORLD_SIZE"] = os.environ["GROUP_WORLD_SIZE"] = str(workers)
     from itertools import cycle
 
-    from shardwright.planner import plan as planner
+    from shardwright.planner.plan import make_plan as plan_tables
     from shardwright.spec import presets
 
     cluster = presets.load_cluster(cluster_file)
-    exact = planner.make_plan(make_problem(name, cluster).workload, cluster).plan
-    built = {side: build_job(name, side, exact, cluster) for side in sides}
+    exact = plan_tables(task.make_problem(cluster).workload, cluster).plan
+    built = {side: build_job(task, side, exact, cluster) for side in sides}
     mesh = built[sides[0]][1]
     group, rank = mesh.group(), mesh.rank
-    batches = [make_batch(name, 10_000 * (rank + 1) + number, LOCAL_BATCH) for number in range(NUM_BATCHES)]
+    batches = task.make_batches(rank)
     jobs, runs = {side: job for side, (job, _) in built.items()}, {}
     for side, job in jobs.items():
         own = SERVED.get(side)

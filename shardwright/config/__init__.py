@@ -40,6 +40,11 @@ class DataSettings(OpenSection):
     )
     prefetch: int = Field(4, ge=1, le=64, description="batches prepared ahead of training")
     shuffle: bool = Field(True, description="shuffle samples; false: keep the order of the data")
+    partitions: int = Field(
+        1,
+        ge=1,
+        description="of a graph: partitions with few edges between them; each has an equal share of every batch",
+    )
     readers: tuple[str, ...] = Field((), strict=False, description="addresses of readers, instead of local workers")
     reader_keys: str = Field("", description="key file of the trainers, for readers on other hosts")
 

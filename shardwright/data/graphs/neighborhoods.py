@@ -8,12 +8,12 @@ rank, and the ids of later batches are known as early as the loader reads them.
 
 Worker processes import this file; it must not import torch.
 
-Shape legend: B samples, P positions, F features (inputs by position), N nodes, K words.
+Shape legend: B samples, P positions, F features (inputs by position), N nodes of the graph, K words.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, Literal, Protocol
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from shardwright.data.graphs.graph import PARTS, UNLABELED, Graph, largest_component
 from shardwright.data.graphs.graph_files import GraphFiles, graph_digest
+from shardwright.data.graphs.partition import even_out, partition_nodes
 from shardwright.data.sources.source import GAMMA, NumpyBatch, draw_bits, splitmix64, stream_keys
 from shardwright.errors import UserError
 from shardwright.spec import files
@@ -81,7 +82,9 @@ class Neighborhoods:
     """Neighborhoods of the nodes of one part of a graph.
 
     `split`: None: the parts that the graph's files give. `draws`: neighborhoods of each training node. `word_dropout`:
-    share of the words of each position that training drops.
+    share of the words of each position that training drops. `partitions`: of the graph; each has an equal share of
+    every batch of training, in ascending order, so that ranks train nodes of partitions of their own. Training nodes
+    are sorted by partition, and samples by node.
     """
 
     origin: Origin
@@ -92,11 +95,12 @@ class Neighborhoods:
     word_dropout: float = 0.0
     seed: int = 0
     part: Part = "train"
+    partitions: int = 1
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Workers read the graph themselves."""
         fields = (self.origin, self.fanouts, self.inputs, self.split, self.draws, self.word_dropout)
-        return Neighborhoods, (*fields, self.seed, self.part)
+        return Neighborhoods, (*fields, self.seed, self.part, self.partitions)
 
     @property
     def size(self) -> int:
@@ -127,11 +131,11 @@ class Neighborhoods:
 
     def evaluation(self) -> "Neighborhoods":
         """The validation part."""
-        return replace(self, part="validation")
+        return replace(self, part="validation", partitions=1)
 
     def test(self) -> "Neighborhoods":
         """The test part."""
-        return replace(self, part="test")
+        return replace(self, part="test", partitions=1)
 
     @cached_property
     def nodes(self) -> np.ndarray:
@@ -139,10 +143,21 @@ class Neighborhoods:
         graph = self.graph
         if self.split is None:
             assert graph.parts is not None
-            return graph.parts[self.part]
-        return self.split.nodes(graph, self.part, self.seed)
+            nodes = graph.parts[self.part]
+        else:
+            nodes = self.split.nodes(graph, self.part, self.seed)
+        if self.partitions == 1:
+            return nodes
+        return nodes[np.argsort(even_out(self.partition_N[nodes], self.partitions), kind="stable")]
+
+    @property
+    def partition_N(self) -> np.ndarray:
+        """The partition of each node of the graph."""
+        return _partition_once(self.origin, self.partitions, self.seed)
 
     def take(self, indices: np.ndarray) -> NumpyBatch:
+        if self.partitions > 1:  # samples are sorted by node
+            indices = indices % self.draws * len(self.nodes) + indices // self.draws
         nodes_B = self.nodes[indices % len(self.nodes)] if len(indices) else indices
         return self.batch_of(self.draw_positions(nodes_B, indices), indices)
 
@@ -186,6 +201,18 @@ class Neighborhoods:
             last = max(len(self.graph.neighbors.values) - 1, 0)
             levels.append(np.where(sizes > 0, self.graph.neighbors.values[np.minimum(at, last)], parents))
         return np.concatenate(levels)
+
+
+@lru_cache(maxsize=2)
+def _partition_once(origin: Origin, partitions: int, seed: int) -> np.ndarray:
+    return partition_nodes(origin.read().neighbors, partitions, seed)
+
+
+def partition_samples(source: Neighborhoods, partitions: int) -> Neighborhoods:
+    """The same training part, with an equal share of every batch from each of so many partitions of the graph."""
+    if not 1 <= partitions <= len(source.nodes):
+        raise UserError(f"data.partitions={partitions}; wanted from 1 to the {len(source.nodes):,} training nodes")
+    return replace(source, partitions=partitions)
 
 
 def open_graph(

@@ -58,6 +58,7 @@ class Source(Protocol):
     pause(seconds) between polls. `in_order = True` marks a source that cannot be shuffled. If the repr does not
     identify the samples, `history_digest(num)` returns a plain value that does, and `verify(value)` raises an error if
     samples 0 to num - 1 differ from those it was computed for. `span` limits the shuffle window of a finite source.
+    `partitions` of a finite source: its samples are sorted by partition, and batches have equal shares of each.
     """
 
     @property
@@ -142,6 +143,7 @@ class SampleOrder:
     shuffle: bool
     shard: tuple[int, int]  # rank, number of ranks
     span: int | None = None  # samples per shuffle window of a finite source; None: all samples
+    partitions: int = 1
 
     @property
     def num_batches(self) -> int | None:
@@ -162,6 +164,8 @@ class SampleOrder:
         lo = batch * self.batch_size
         num = self.num_samples(batch)
         positions = lo + np.arange(num * rank // num_ranks, num * (rank + 1) // num_ranks, dtype=np.int64)
+        if self.partitions > 1 and self.size is not None:
+            return self._partitioned(positions, self.size, epoch, batch)
         if not self.shuffle:
             return positions
         if self.size is not None and self.span is None:
@@ -172,6 +176,27 @@ class SampleOrder:
         end = start + span if self.size is None else min(start + span, self.size)
         words = (window,) if self.size is None else (epoch, window)
         return start + permute_positions(positions - start, end - start, self.seed, *words)
+
+    def _partitioned(self, positions: np.ndarray, size: int, epoch: int, batch: int) -> np.ndarray:
+        """Indices at positions of a batch, whose slice p has samples of range p.
+
+        Range p has as many samples as the slices p of all batches, so that an epoch has each sample once.
+        """
+        cuts, full_cuts, last_cuts = (
+            num * np.arange(self.partitions + 1) // self.partitions
+            for num in (self.num_samples(batch), self.batch_size, size % self.batch_size)
+        )
+        starts = size // self.batch_size * full_cuts + last_cuts  # of the ranges
+        offsets = positions - batch * self.batch_size
+        slices = np.searchsorted(cuts, offsets, side="right") - 1
+        indices = positions.copy()
+        for number in np.unique(slices).tolist():
+            is_own = slices == number
+            places = batch * (full_cuts[number + 1] - full_cuts[number]) + offsets[is_own] - cuts[number]
+            if self.shuffle:
+                places = permute_positions(places, int(starts[number + 1] - starts[number]), self.seed, epoch, number)
+            indices[is_own] = starts[number] + places
+        return indices
 
 
 def make_order(
@@ -190,7 +215,8 @@ def make_order(
     if shuffle and getattr(source, "in_order", False):
         problem = f"{type(source).__name__} cannot be shuffled: its samples come in order of arrival"
         raise UserError(f"loader: {problem}; set data.shuffle=false (in Python shuffle=False)")
-    return SampleOrder(source.size, batch_size, seed, shuffle, shard, getattr(source, "span", None))
+    span, partitions = getattr(source, "span", None), getattr(source, "partitions", 1)
+    return SampleOrder(source.size, batch_size, seed, shuffle, shard, span, partitions)
 
 
 def read_batch(source: Source, order: SampleOrder, position: Position, pause: Pause = time.sleep) -> NumpyBatch:

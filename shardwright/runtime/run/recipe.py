@@ -14,7 +14,7 @@ from torch import nn
 from shardwright.config import OpenSection, Settings, resolve_name
 from shardwright.data.features.transforms import Transforms
 from shardwright.data.graphs.communities import open_synthetic_graph
-from shardwright.data.graphs.neighborhoods import Neighborhoods, open_graph
+from shardwright.data.graphs.neighborhoods import Neighborhoods, open_graph, partition_samples
 from shardwright.data.loading.loader import Loader
 from shardwright.data.logs.click_log import open_log
 from shardwright.data.sources.source import Source, Subset
@@ -32,7 +32,12 @@ from shardwright.spec.optimizer import sparse_optimizer
 
 def make_source(settings: Settings) -> Source:
     """Construct the data source of section [data]."""
-    return _construct("data", settings.data, SOURCES, {"seed": settings.seed})
+    source = _construct("data", settings.data, SOURCES, {"seed": settings.seed})
+    if (partitions := settings.data.partitions) == 1:
+        return source
+    if not isinstance(source, Neighborhoods):
+        raise UserError(f"data.partitions={partitions}, but data.kind={settings.data.kind} is no graph; drop it")
+    return partition_samples(source, partitions)
 
 
 def evaluation_source(settings: Settings, source: Source, position: int) -> Subset | None:

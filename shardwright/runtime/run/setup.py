@@ -13,6 +13,8 @@ from shardwright.checkpoint.step_directories import list_checkpoints, resolve_ch
 from shardwright.comm.mesh import Mesh, host_topology
 from shardwright.comm.transport.servers import TableServers
 from shardwright.config import Settings
+from shardwright.data.graphs.neighborhoods import Neighborhoods
+from shardwright.data.graphs.partition import edge_cut
 from shardwright.data.loading.loader import Loader
 from shardwright.data.readers.client import Readers
 from shardwright.data.sources.clicks import ClickLog
@@ -149,6 +151,9 @@ def start_notes(settings: Settings, source: Source, job: Job, previous_threads: 
         yield f"this run used {previous_threads} threads before: from here on sums may differ in their last bits"
     if isinstance(source, ClickLog) and source.training_statistics.warning:
         yield f"{settings.data.arguments.get('path', 'data')}: {source.training_statistics.warning}"
+    if isinstance(source, Neighborhoods) and source.partitions > 1:
+        cut = edge_cut(source.graph.neighbors, source.partition_N)
+        yield f"{100 * cut:.1f} % of the edges are between different ones of {source.partitions} partitions"
     if torch.cuda.is_available():
         yield "shardwright train runs on the CPU only; on a GPU, call build() from Python"
     if job.mesh.servers is not None:
