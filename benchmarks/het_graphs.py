@@ -12,7 +12,7 @@ first line for each graph has their sizes, the share of edges between partitions
 The graph is divided into 8 partitions with few edges between them (data/graphs/partition.py), as HET does with METIS.
 128 nodes a worker, two of their neighbors and two of each of these: 896 positions, drawn anew for each batch, of which
 400 are used in a cycle. All tables have 128 columns. Copies: SHARE of the rows of each table, on each worker; where
-workers own the rows, each has as many of them in memory.
+workers own the rows, each has as many of them in memory, and small tables whole (a tenth of the largest or less).
 
 Last lines for each graph: the planner's steps at the first rate for tables of this size (`predicted_ms`) and of the
 full size (`predicted_full_ms`), and speed over its step with a single copy of a row in each table, which is "no cache".

@@ -236,7 +236,9 @@ def make_plan(task: Task, side: str, model: Any, exact: Any, cluster: Any) -> An
         plan = planner.make_plan(describe(model, batch), cluster).plan
     if own.on_workers:
         shard_rows = {t.table: max(rect.rows[1] - rect.rows[0] for rect in t.rects) for t in plan.tables}
-        return keep_on_servers(plan, {table: int(rows * task.memory_share) for table, rows in shard_rows.items()})
+        largest = max(shard_rows.values())  # a batch has most rows of a small table, which stays in memory
+        memory = {name: int(rows * task.memory_share) for name, rows in shard_rows.items() if rows >= largest / 10}
+        return keep_on_servers(plan, memory)
     rows = task.copies | {DENSE: max(task.copies.values())}
     return keep_on_servers(plan, {each.table: Bounded(own.bound, own.bound, rows[each.table]) for each in plan.tables})
 
