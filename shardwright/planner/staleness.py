@@ -21,7 +21,7 @@ from shardwright.planner.tables.copied_load import CopiedLoad
 from shardwright.planner.tables.sharding import TableLoad
 from shardwright.spec.optimizer import num_squares
 from shardwright.spec.plan import Bounded
-from shardwright.spec.row_cache import MAX_UNPUSHED_BATCHES, OWNER_BYTES, WAYS, copy_bytes
+from shardwright.spec.row_cache import COPIES_HALF_LIFE_BATCHES, MAX_UNPUSHED_BATCHES, OWNER_BYTES, WAYS, copy_bytes
 from shardwright.spec.stage_checks import max_staleness
 
 MAX_BOUND = 1 << 20  # updates, where any number is allowed
@@ -121,7 +121,7 @@ def exchanged_shares(
     and whose updates are pushed, once the copies are filled."""
     if num_ranks == 1 or not sync.has_copies:
         return cache_hits.exact_shares(load, sync.copies, num_ranks, num_ids)
-    rows_I, uses_I, hits_I = hits_by_interval(load, sync.copies, num_ids)
+    rows_I, uses_I, hits_I = hits_by_interval(load, sync.copies, num_ids, COPIES_HALF_LIFE_BATCHES)
     # Ids of a row in a batch, and in a batch that has it, from the share of batches that have it.
     ids_I = -np.log1p(-np.minimum(uses_I, 1 - 1e-12))
     times_I = np.maximum(1.0, ids_I / np.maximum(uses_I, 1e-300))

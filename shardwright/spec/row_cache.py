@@ -28,6 +28,8 @@ ID_MAP_BYTES = 168  # at most, of the map of ids in memory while it grows, for e
 KNOWN_BATCHES = 2  # after the one that is placed: caches know their rows and evict them last
 MAX_UNPUSHED_BATCHES = 1024  # after about so many batches, unpushed updates of a copied row are pushed
 HALF_LIFE_BATCHES = 100  # after which a use counts half, where rows are evicted by uses and not by LRU
+# The same of copies, whose ranks share slow links and have small batches: as many samples (docs/caches.md).
+COPIES_HALF_LIFE_BATCHES = 1600
 
 
 def copy_bytes(table: Table, optimizer: SparseOptimizer | None) -> int:

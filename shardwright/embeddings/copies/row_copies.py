@@ -29,7 +29,7 @@ from shardwright.embeddings.copies.updates import (
 from shardwright.errors import UserError
 from shardwright.kernels.cache_index import CacheIndex
 from shardwright.spec.optimizer import SparseOptimizer, num_squares, state_shapes
-from shardwright.spec.row_cache import HALF_LIFE_BATCHES, MAX_UNPUSHED_BATCHES
+from shardwright.spec.row_cache import COPIES_HALF_LIFE_BATCHES, MAX_UNPUSHED_BATCHES
 
 NO_VERSION = -1  # of a row without a copy
 LONGEST_LEASE = 1 << 30  # batches
@@ -77,7 +77,7 @@ class RowCopies:
     def __init__(
         self, num_lines: int, dim: int, optimizer: SparseOptimizer, push: int, dtype: torch.dtype, tables: str = ""
     ) -> None:
-        self._index_arguments = num_lines, HALF_LIFE_BATCHES, tables
+        self._index_arguments = num_lines, COPIES_HALF_LIFE_BATCHES, tables
         self._tables = tables
         self.index = CacheIndex(*self._index_arguments, adapts=True)
         num_lines = self.index.num_lines

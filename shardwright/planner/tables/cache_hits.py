@@ -2,7 +2,7 @@
 
 If hits were recorded (`shardwright cache-sim --write`), they are interpolated. Otherwise ids are taken as drawn
 independently from the popularity curve. A row's score is the number of its uses, which count half after every
-HALF_LIFE_BATCHES; a row that is copied in begins with 1, and loses its uses when it is evicted. As the lines with the
+half_life batches; a row that is copied in begins with 1, and loses its uses when it is evicted. As the lines with the
 lowest scores are evicted, the rows in the cache are those above one score, at which they fill it. That training knows
 the rows of the next batches is left out: with such ids it adds a point at most. So is set dueling: with such ids LRU
 misses more, and is used in one of 32 sets.
@@ -16,15 +16,13 @@ from math import log
 import numpy as np
 
 from shardwright.planner.tables.sharding import TableLoad
-from shardwright.spec.row_cache import HALF_LIFE_BATCHES
+from shardwright.spec.row_cache import COPIES_HALF_LIFE_BATCHES, HALF_LIFE_BATCHES
 
 INTERVALS = 64  # of a popularity curve, between two of its points
 BISECTIONS = 40
-LIFE = HALF_LIFE_BATCHES / log(2)  # batches after which a use counts 1/e
-USES = (1e-3, 100.0)  # of a row in LIFE batches, of the table of hits
+USES = (1e-3, 100.0)  # of a row in its life, of the table of hits
 MOST_SCORE = 10.0  # beyond, a row's score does not matter
-# log(1 / the lowest score), of the table of hits; a row that is copied in stays for a batch at least.
-LOWEST = (1 / LIFE, 12.0)
+LOWEST = (2e-4, 12.0)  # log(1 / the lowest score), of the table of hits
 
 
 def found_share(load: TableLoad, lines: int, num_ids: float) -> float:
@@ -51,20 +49,25 @@ def _expected_share(load: TableLoad, lines: int, num_ids: float) -> float:
     return float((rows_I * uses_I * hits_I).sum() / max((rows_I * uses_I).sum(), 1e-300))
 
 
-def hits_by_interval(load: TableLoad, lines: int, num_ids: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def hits_by_interval(
+    load: TableLoad, lines: int, num_ids: float, half_life: int = HALF_LIFE_BATCHES
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows of each interval of the popularity curve, the share of batches that use one of them, and the share of these
     uses that find it."""
     rows_I, uses_I = _uses_by_interval(load, num_ids)
+    life = half_life / log(2)  # batches after which a use counts 1/e
+    uses_of_life_I = np.maximum(life * uses_I, 1e-300)
     if lines >= load.table.rows:
         return rows_I, uses_I, np.ones_like(uses_I)
-    low, high = map(log, LOWEST)
-    hits_I = _hits(uses_I, low)
-    if (filled := (rows_I * hits_I).sum()) >= lines:  # too few lines for the rows that are used again and again
-        return rows_I, uses_I, hits_I * (lines / filled) ** 0.5
+    low, high = log(1 / life), log(LOWEST[1])  # a row that is copied in stays for a batch at least
+    hits_I = _hits(uses_of_life_I, low)
+    if (rows_I * hits_I).sum() >= lines:  # too few lines for the rows that are used again and again: the most used stay
+        filled_I = np.clip(lines - (rows_I.cumsum() - rows_I), 0, rows_I)
+        return rows_I, uses_I, hits_I * filled_I / rows_I
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if (rows_I * _hits(uses_I, middle)).sum() < lines else (low, middle)
-    return rows_I, uses_I, _hits(uses_I, high)
+        low, high = (middle, high) if (rows_I * _hits(uses_of_life_I, middle)).sum() < lines else (low, middle)
+    return rows_I, uses_I, _hits(uses_of_life_I, high)
 
 
 def exact_shares(
@@ -76,7 +79,7 @@ def exact_shares(
     A copy is sent again if another rank has used its row since this rank's last use. A single rank validates only rows
     without a copy.
     """
-    rows_I, uses_I, hits_I = hits_by_interval(load, copies, num_ids)
+    rows_I, uses_I, hits_I = hits_by_interval(load, copies, num_ids, COPIES_HALF_LIFE_BATCHES)
     unused_I = (1 - uses_I) ** (num_ranks - 1)  # by the other ranks, in a batch
     unchanged_I = uses_I * unused_I / np.maximum(1 - (1 - uses_I) * unused_I, 1e-300)
     num_rows = float((rows_I * uses_I).sum())
@@ -100,23 +103,22 @@ def _intervals(load: TableLoad) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _hits(uses_I: np.ndarray, log_lowest: float) -> np.ndarray:
-    """The share of a row's uses that find it, and of all batches in which it is there; by its uses in a batch."""
+    """The share of a row's uses that find it, and of all batches in which it is there; by its uses in its life."""
     log_uses_A, log_lowest_T, hits_AT = _hit_table()
     hits_A = np.apply_along_axis(lambda hits_T: np.interp(log_lowest, log_lowest_T, hits_T), 1, hits_AT)
-    uses = np.maximum(LIFE * uses_I, 1e-300)
-    return np.interp(np.log(uses), log_uses_A, hits_A) * np.minimum(uses / USES[0], 1.0)
+    return np.interp(np.log(uses_I), log_uses_A, hits_A) * np.minimum(uses_I / USES[0], 1.0)
 
 
 @lru_cache(maxsize=1)
 def _hit_table() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Hits by uses in LIFE batches and by log(1 / the lowest score), both as logarithms.
+    """Hits by uses in a life and by log(1 / the lowest score), both as logarithms.
 
-    A row with score s and a uses in LIFE batches has fallen to v < s at its next use with probability density
+    A row with score s and a uses in a life has fallen to v < s at its next use with probability density
     a v^(a-1) / s^a, and then has v + 1; below the lowest score it was evicted. So the number M of uses from a score on,
     until the row is evicted, is M(s) = 1 + the integral of that density times M(v + 1) over v from the lowest score to
     s; of M(1) uses, all but one find the row.
     """
-    uses_A, lowest_T = np.geomspace(*USES, 40), np.geomspace(*LOWEST, 28)
+    uses_A, lowest_T = np.geomspace(*USES, 40), np.geomspace(*LOWEST, 40)
     scores_S = np.linspace(1, MOST_SCORE, 37)
     hits_AT = np.empty((len(uses_A), len(lowest_T)))
     for column, lowest in enumerate(np.exp(-lowest_T)):
