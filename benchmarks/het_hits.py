@@ -30,12 +30,12 @@ from benchmarks.cache_policies import PERCENT
 from benchmarks.het import DIM, LOCAL_BATCH, MODELS, RANKS, ROWS, make_batch
 from benchmarks.tiers import write_columns
 from shardwright.embeddings.cache_simulation import Policy, TableAccesses, policies, simulate
-from shardwright.spec.row_cache import HALF_LIFE_BATCHES, KNOWN_BATCHES, WAYS
+from shardwright.spec.row_cache import COPIES_HALF_LIFE_BATCHES, HALF_LIFE_BATCHES, KNOWN_BATCHES, WAYS
 
 WANTED_SHARE = 0.97  # of lookups
 COMPARED = policies(HALF_LIFE_BATCHES, KNOWN_BATCHES)
-COPIES_POLICY = Policy("set dueling", HALF_LIFE_BATCHES, adapts=True)  # what copies of rows have
-SLOW_POLICY = Policy("LFU, halved every 1600 batches", 16 * HALF_LIFE_BATCHES)  # 100 of 2,048 samples
+COPIES_POLICY = Policy("set dueling", COPIES_HALF_LIFE_BATCHES, adapts=True)  # what copies of rows have
+SLOW_POLICY = Policy(f"LFU, halved every {COPIES_HALF_LIFE_BATCHES} batches", COPIES_HALF_LIFE_BATCHES)
 
 
 def zipf_batches(num_batches: int) -> Iterator[Tensor]:

@@ -64,7 +64,7 @@ MODES = (
     "asynchronous, rate x8",
 )
 # By model, of rows and of dense weights.
-RATES = {"het_wide_deep": (20.0, 0.2), "het_deepfm": (1.0, 0.02), "het_dcn": (5.0, 0.05)}
+RATES = {"het_wide_deep": (20.0, 0.2), "het_deepfm": (2.0, 0.04), "het_dcn": (10.0, 0.1)}
 CHECK_STEPS = 500  # of "bounded 0"
 TABLES, NUMBERS = 26, 13
 EXPONENT = 1.25  # of the power law

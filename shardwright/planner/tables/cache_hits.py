@@ -2,8 +2,9 @@
 
 If hits were recorded (`shardwright cache-sim --write`), they are interpolated. Otherwise ids are taken as drawn
 independently from the popularity curve. A row's score is the number of its uses, which count half after every
-half_life batches; a row that is copied in begins with 1, and loses its uses when it is evicted. As the lines with the
-lowest scores are evicted, the rows in the cache are those above one score, at which they fill it. That training knows
+`half_life` batches; a row that is copied in begins with 1, and loses its uses when it is evicted. As the lines with the
+lowest scores are evicted, the rows in the cache are those above one score, at which they fill it; with scores above 1,
+the most used rows. That training knows
 the rows of the next batches is left out: with such ids it adds a point at most. So is set dueling: with such ids LRU
 misses more, and is used in one of 32 sets.
 
