@@ -64,9 +64,9 @@ def convergence(quality: Sequence[Line], servers: Sequence[Line]) -> Iterator[Li
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = str(results_file.FOLDER / "het_{}-2cores.json")
-    for name in ("quality", "servers"):
-        parser.add_argument(f"--{name}", nargs="*", default=[default.format(name)], help=f"results of het_{name}")
+    for name, file in (("quality", "het_quality-2cores"), ("servers", "het_servers-2cores-avx512")):
+        default = [str(results_file.FOLDER / f"{file}.json")]
+        parser.add_argument(f"--{name}", nargs="*", default=default, metavar="FILE", help=f"results of het_{name}")
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     parser.add_argument("--smoke", action="store_true", help="the same: it takes no time")
     args = parser.parse_args(arguments)
