@@ -58,7 +58,7 @@ def test_each_replica_serves_only_its_host():
     )
     row_wise = make_plan(workload, cluster, pins={"t0": "copy-row"}).candidate
     assert row_wise.loads.bytes_R == pytest.approx([one_copy.bytes_ / 2] * 4) and not row_wise.loads.reduces_in_host
-    reduced_RR, vectors_RR = traffic._vector_hops(row_wise.problem, row_wise.placed, "float32", backward=False)
+    reduced_RR, vectors_RR = traffic.vector_hops(row_wise.problem, row_wise.placed, "float32", backward=False)
     assert not reduced_RR.any() and vectors_RR[0].tolist() == [128 * 128 * 4, 128 * 128 * 4, 0, 0]
 
 
@@ -73,7 +73,7 @@ def test_replicas_exchange_only_rows_with_gradients_between_hosts():
     touched_rows = 0.2 * 256 * 4  # of the rows, by each host
     assert forward[0] - forward[1] == pytest.approx(256 * 64 * 4 - touched_rows * (8 + 4 * 64))
     assert backward[0] - backward[1] == pytest.approx(256 * 64 * 4 + request_bytes - touched_rows * (8 + 4 * 64))
-    row_ids_RR, row_sums_RR = traffic._replica_traffic(replicated.problem, replicated.placed)
+    row_ids_RR, row_sums_RR = traffic.replica_traffic(replicated.problem, replicated.placed)
     first, second = replicated.placed.ranks[0]
     assert row_ids_RR[first, second] == pytest.approx(8 * touched_rows)
     assert row_sums_RR[second, first] == pytest.approx(256 * touched_rows)
@@ -128,7 +128,7 @@ def test_predicted_bytes_equal_the_bytes_of_the_messages(pin, exchange):
         assert not bytes_RR[:2, 2:].any() and not bytes_RR[2:, :2].any()
     assert vectors_RR.sum() == pytest.approx(vector_bytes_R.sum(), rel=0.005)
     assert sent_ids_RR.sum() == pytest.approx(ids_RR.sum(), rel=0.005)
-    row_ids_RR, _ = traffic._replica_traffic(repriced.problem, repriced.placed)
+    row_ids_RR, _ = traffic.replica_traffic(repriced.problem, repriced.placed)
     by_host = [narrow(ids, first, first + 2 * LOCAL_BATCH) for first in (0, 2 * LOCAL_BATCH)]
     id_lists = [part.values.split(part.lengths.sum(1).tolist()) for part in by_host]
     rows = [sum(len(values.unique()) for values in (*lists[:3], torch.cat(lists[3:]))) for lists in id_lists]

@@ -69,7 +69,7 @@ def test_predicted_messages_equal_those_of_the_layout(register, num):
     workload = make_workload((1000, DIM, 5.0))
     result = make_plan(workload, make_cluster(4, 2), pins={"t0": "first-ranks"})
     candidate = result.candidate
-    host_RR, rest_RR = traffic._vector_hops(candidate.problem, candidate.placed, "float32", backward=False)
+    host_RR, rest_RR = traffic.vector_hops(candidate.problem, candidate.placed, "float32", backward=False)
     layout = build_layout(
         workload.tables, workload.features, {table.table: table for table in result.plan.tables}, 8, ranks_per_host=4
     )
