@@ -1,11 +1,13 @@
 """Table servers without processes: messages that are late, lost, repeated, damaged or wrong, journals, and sockets."""
 
 import errno
+import gc
 import json
 import random
 import sys
 import threading
 import time
+import warnings
 import zlib
 from collections import Counter
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.comm.transport.arrays import CHECK_BYTES, Message, decode_message
-from shardwright.comm.transport.keys import create_key_files, load_keys, secure_socket
+from shardwright.comm.transport.keys import connect_dealer, create_key_files, load_keys, secure_socket
 from shardwright.comm.transport.servers import Caller, ServerConnector, TableServers
 from shardwright.embeddings.copies.updates import RowUpdates, squares_of
 from shardwright.embeddings.service import call_handler, calls, owned_rows
@@ -594,3 +596,15 @@ def test_garbage_and_clients_without_keys_disturb_no_other(tmp_path, monkeypatch
     stopped.set()
     thread.join()
     server.close()
+
+
+def test_connections_that_nobody_closed_do_not_block_garbage_collection():
+    context = zmq.Context()
+    socket = connect_dealer(context, "tcp://127.0.0.1:1", None, "table server")
+    socket.send(b"to nobody")  # queued: nothing listens there
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        start = time.monotonic()
+        del socket, context
+        gc.collect()
+    assert time.monotonic() - start < 5

@@ -88,9 +88,7 @@ class _Connection:
         self._reply_timeout = REPLY_TIMEOUT_SECONDS
 
     def _connect(self) -> zmq.Socket:
-        socket = connect_dealer(self._context, self.address, self._keys, "reader", queues=False)
-        socket.linger = 0
-        return socket
+        return connect_dealer(self._context, self.address, self._keys, "reader", queues=False)
 
     def send_request(self, *positions: Position) -> bool:
         """Request batches, or without positions ping the reader; False if it is not connected."""
