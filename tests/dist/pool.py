@@ -1,15 +1,22 @@
 """A pool of rank processes for a whole test session: importing torch takes seconds, a job in the pool milliseconds."""
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
+import signal
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 SIZE = 4
+NO_ANSWER = "no answer in time"
+STACK_SECONDS = 2.0  # until a rank has written its stacks
 IMPORT_SECONDS = 240.0  # of the module of a function: all of Shardwright, while other tests run
 
 
@@ -23,8 +30,11 @@ def import_module(name: str) -> None:
     importlib.import_module(name)
 
 
-def serve(rank: int, pipe: Any) -> None:
-    """Main loop of a pool process: run functions received through the pipe as this rank, send back their results."""
+def serve(rank: int, pipe: Any, stacks: str) -> None:
+    """Main loop of a pool process: run functions received through the pipe as this rank, send back their results.
+
+    SIGUSR1 writes the stacks of all threads into the file `stacks`."""
+    faulthandler.register(signal.SIGUSR1, open(stacks, "w"), all_threads=True)  # noqa: SIM115
     os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch's store does reverse DNS lookups, which fail
     import torch
 
@@ -46,6 +56,7 @@ def serve(rank: int, pipe: Any) -> None:
 class Pool:
     def __init__(self) -> None:
         self._jobs = 0
+        self._folder = tempfile.TemporaryDirectory()
         self._pipes, self._processes, self._imported = [], [], list[set[str]]()
         self._start(SIZE)
 
@@ -54,7 +65,7 @@ class Pool:
         context = multiprocessing.get_context("spawn")
         for rank in range(len(self._pipes), num_ranks):
             pipe, rank_end = context.Pipe()
-            process = context.Process(target=serve, args=(rank, rank_end), daemon=True)
+            process = context.Process(target=serve, args=(rank, rank_end, self._stacks_file(rank)), daemon=True)
             process.start()
             self._pipes.append(pipe)
             self._processes.append(process)
@@ -77,6 +88,8 @@ class Pool:
         deadline = time.monotonic() + seconds
         answers = [self._receive_answer(rank, deadline) for rank in range(world)]
         failures = [f"rank {rank}:\n{result}" for rank, (succeeded, result) in enumerate(answers) if not succeeded]
+        if any(not succeeded and result == NO_ANSWER for succeeded, result in answers):
+            failures += self._restart()
         assert not failures, "\n".join(failures)
         return [result for _, result in answers]
 
@@ -86,11 +99,37 @@ class Pool:
             job, succeeded, result = self._pipes[rank].recv()
             if job == self._jobs:
                 return succeeded, result
-        return False, "no answer in time"
+        return False, NO_ANSWER
+
+    def _restart(self) -> list[str]:
+        """End all ranks, so that one that hangs fails no later test; returns the stacks of each."""
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid or 0, signal.SIGUSR1)
+        time.sleep(STACK_SECONDS)
+        stacks = [
+            f"stacks of rank {rank}:\n{Path(self._stacks_file(rank)).read_text()}"
+            for rank in range(len(self._processes))
+        ]
+        for process in self._processes:
+            process.kill()
+        self._stop(0.0)
+        self._start(SIZE)
+        return stacks
+
+    def _stacks_file(self, rank: int) -> str:
+        return os.path.join(self._folder.name, f"stacks-{rank}.txt")
 
     def close(self) -> None:
+        for pipe in self._pipes:
+            with suppress(OSError):  # its process is gone
+                pipe.send(None)
+        self._stop(5.0)
+        self._folder.cleanup()
+
+    def _stop(self, seconds: float) -> None:
         for pipe, process in zip(self._pipes, self._processes, strict=True):
-            pipe.send(None)
-            process.join(5)
+            process.join(seconds)
             process.kill()
             pipe.close()
+        self._pipes, self._processes, self._imported = [], [], []

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.comm.transport.arrays import CHECK_BYTES, Message, decode_message
+from shardwright.comm.transport.contexts import open_context
 from shardwright.comm.transport.keys import connect_dealer, create_key_files, load_keys, secure_socket
 from shardwright.comm.transport.servers import Caller, ServerConnector, TableServers
 from shardwright.embeddings.copies.updates import RowUpdates, squares_of
@@ -598,13 +599,20 @@ def test_garbage_and_clients_without_keys_disturb_no_other(tmp_path, monkeypatch
     server.close()
 
 
+class CyclicClient:
+    """Holds a socket in a cycle, as the traceback of an error does."""
+
+    def __init__(self) -> None:
+        self.itself, self.context = self, open_context()
+        self.socket = connect_dealer(self.context, "tcp://127.0.0.1:1", None, "table server")
+        self.socket.send(b"to nobody")  # queued: nothing listens there
+
+
 def test_connections_that_nobody_closed_do_not_block_garbage_collection():
-    context = zmq.Context()
-    socket = connect_dealer(context, "tcp://127.0.0.1:1", None, "table server")
-    socket.send(b"to nobody")  # queued: nothing listens there
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         start = time.monotonic()
-        del socket, context
-        gc.collect()
+        for _ in range(5):
+            CyclicClient()
+            gc.collect()
     assert time.monotonic() - start < 5

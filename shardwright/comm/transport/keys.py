@@ -134,7 +134,7 @@ def connect_dealer(
     cannot be sent."""
     socket = context.socket(zmq.DEALER)
     socket.immediate = not queues
-    socket.linger = 0  # garbage collection of a context waits for messages to a service that is gone
+    socket.linger = 0  # of a socket that is garbage; an orderly end waits
     socket.connect_timeout = CONNECT_TIMEOUT_MILLISECONDS
     secure_socket(socket, keys)
     try:

@@ -17,6 +17,7 @@ import zmq
 from shardwright.comm.pending import Pending
 from shardwright.comm.sent_bytes import REPLY, SentBytes
 from shardwright.comm.transport.arrays import Message, decode_message
+from shardwright.comm.transport.contexts import close_context, open_context
 from shardwright.comm.transport.keys import check_addresses, connect_dealer, load_keys
 from shardwright.errors import UserError
 
@@ -184,7 +185,7 @@ class ServerConnector:
 
     def __init__(self, servers: TableServers, caller: Caller) -> None:
         self._servers, self._caller = servers, caller
-        self._contexts = zmq.Context(), zmq.Context()  # of the step, and of state
+        self._contexts = open_context(), open_context()  # of the step, and of state
         self._connections: dict[int, ServerConnection] = {}
         self._of_state: dict[int, ServerConnection] = {}
         self._lock = Lock()
@@ -215,7 +216,7 @@ class ServerConnector:
             for connection in self._connections.values():
                 connection.call(Message({"call": "close"}))
             for context in self._contexts:
-                context.destroy(linger=LINGER_MILLISECONDS)
+                close_context(context, linger=LINGER_MILLISECONDS)
 
 
 class NoServers:

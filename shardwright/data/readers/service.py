@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
+from shardwright.comm.transport.contexts import close_context, open_context
 from shardwright.comm.transport.keys import CurveKeys, bind_router, check_address, start_authenticator
 from shardwright.data.loading.worker import RowsNotReady, Worker
 from shardwright.data.readers import messages
@@ -89,7 +90,7 @@ class ReaderService:
         self._open: dict[bytes, _OpenRequests] = {}  # by trainer; the most recently served trainer is last
         self._busy: dict[Worker, _Task] = {}
         self._workers: list[Worker] = []
-        self._context = zmq.Context()
+        self._context = open_context()
         self._authenticator = start_authenticator(self._context, keys)
         try:
             self._socket = bind_router(self._context, bind, keys, "reader", MAX_REQUEST_BYTES)
@@ -123,7 +124,7 @@ class ReaderService:
             worker.stop()
         if self._authenticator is not None:
             self._authenticator.stop()
-        self._context.destroy(linger=0)
+        close_context(self._context)
 
     def _receive_requests(self) -> None:
         """Receive at most MAX_MESSAGES_PER_POLL messages, so that workers do not starve; skip if malformed."""
