@@ -163,9 +163,8 @@ class ShardedTables(NotCopied):
         """Send ids to the ranks that hold their rows: one all-to-all on the ids lane, with id weights three."""
         outgoing, headers_R = request.outgoing, request.headers_R
         sent_sizes, received_sizes = outgoing.splits, headers_R[:, 1].long().tolist()
-        message, lane = outgoing.message, self.lanes.ids
-        is_sent = any(self.layout.table_groups)  # otherwise servers own all rows
-        words = collective.all_to_all(message, sent_sizes, received_sizes, lane) if is_sent else ready(message)
+        message, lane, has_shards = outgoing.message, self.lanes.ids, self.layout.has_shards
+        words = collective.all_to_all(message, sent_sizes, received_sizes, lane) if has_shards else ready(message)
         pending_weights, (num_weighted, num_others) = None, headers_R[:, 4:6].sum(0).tolist()
         if num_weighted and num_others:
             raise UserError("ids have weights on some ranks and none on others; give weights on all ranks or on none")
@@ -258,8 +257,8 @@ class ShardedTables(NotCopied):
             messages[client] += rows
         num_rows = self.bounded.num_row_values(routed.copied)
         sizes = list(map(sum, zip(self._responses.received_sizes(routed.outgoing), num_rows, strict=True)))
-        is_sent = any(self.layout.table_groups)
-        pending = self._vector_transport.all_to_all(messages, sizes) if is_sent else ready(torch.empty(0))
+        transport = self._vector_transport
+        pending = transport.all_to_all(messages, sizes) if self.layout.has_shards else ready(torch.empty(0))
 
         def assemble(flat: Tensor) -> Vectors:
             vectors, rows = split_ends(flat.split(sizes), num_rows)

@@ -111,6 +111,11 @@ class Layout:
     num_copies: Mapping[int, int]  # by table with bounded staleness, the rows that a rank may have copies of
     served: tuple[tuple[TableGroup, ...], ...] = ()  # by table server
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether ranks own rows; if not, table servers own all."""
+        return any(self.table_groups)
+
     def request_targets(self, client: int) -> Iterator[tuple[int, TableGroup]]:
         """The (rank, table group) to which a rank sends requests, in the order of its messages."""
         for rank, groups in enumerate(self.table_groups):
