@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.comm.transport.arrays import CHECK_BYTES, Message, decode_message
-from shardwright.comm.transport.contexts import open_context
+from shardwright.comm.transport.contexts import KeptContext
 from shardwright.comm.transport.keys import connect_dealer, create_key_files, load_keys, secure_socket
 from shardwright.comm.transport.servers import Caller, ServerConnector, TableServers
 from shardwright.embeddings.copies.updates import RowUpdates, squares_of
@@ -603,8 +603,8 @@ class CyclicClient:
     """Holds a socket in a cycle, as the traceback of an error does."""
 
     def __init__(self) -> None:
-        self.itself, self.context = self, open_context()
-        self.socket = connect_dealer(self.context, "tcp://127.0.0.1:1", None, "table server")
+        self.itself, self.context = self, KeptContext()
+        self.socket = connect_dealer(self.context.context, "tcp://127.0.0.1:1", None, "table server")
         self.socket.send(b"to nobody")  # queued: nothing listens there
 
 

@@ -6,18 +6,20 @@ context and sockets, the process would wait forever. A context that nobody close
 does nothing; its sockets are closed when they are garbage.
 """
 
+import weakref
+
 import zmq
 
-_OPEN: set[zmq.Context] = set()
 
+class KeptContext:
+    """`context` lives until `close`, also if nothing else refers to it."""
 
-def open_context() -> zmq.Context:
-    context = zmq.Context()
-    _OPEN.add(context)
-    return context
+    def __init__(self) -> None:
+        self.context = zmq.Context()
+        self._keeper = weakref.finalize(self.context, self.context.destroy)  # the method refers to the context
+        self._keeper.atexit = False
 
-
-def close_context(context: zmq.Context, *, linger: int = 0) -> None:
-    """Close the sockets and end the context; unsent messages are waited for at most `linger` milliseconds."""
-    context.destroy(linger)
-    _OPEN.discard(context)
+    def close(self, *, linger: int = 0) -> None:
+        """Close the sockets and end the context; unsent messages are waited for at most `linger` milliseconds."""
+        self.context.destroy(linger)
+        self._keeper.detach()

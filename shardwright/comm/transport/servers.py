@@ -17,7 +17,7 @@ import zmq
 from shardwright.comm.pending import Pending
 from shardwright.comm.sent_bytes import REPLY, SentBytes
 from shardwright.comm.transport.arrays import Message, decode_message
-from shardwright.comm.transport.contexts import close_context, open_context
+from shardwright.comm.transport.contexts import KeptContext
 from shardwright.comm.transport.keys import check_addresses, connect_dealer, load_keys
 from shardwright.errors import UserError
 
@@ -185,7 +185,7 @@ class ServerConnector:
 
     def __init__(self, servers: TableServers, caller: Caller) -> None:
         self._servers, self._caller = servers, caller
-        self._contexts = open_context(), open_context()  # of the step, and of state
+        self._contexts = KeptContext(), KeptContext()  # of the step, and of state
         self._connections: dict[int, ServerConnection] = {}
         self._of_state: dict[int, ServerConnection] = {}
         self._lock = Lock()
@@ -205,7 +205,7 @@ class ServerConnector:
             return self._of_state[server].call(message).wait()
 
     def _open(self, kind: int, server: int) -> ServerConnection:
-        return ServerConnection(self._contexts[kind], self._servers, server, self._caller, CONNECTIONS[kind])
+        return ServerConnection(self._contexts[kind].context, self._servers, server, self._caller, CONNECTIONS[kind])
 
     def close(self) -> None:
         """Tell the servers that this rank has ended; a server that is gone is not waited for."""
@@ -216,7 +216,7 @@ class ServerConnector:
             for connection in self._connections.values():
                 connection.call(Message({"call": "close"}))
             for context in self._contexts:
-                close_context(context, linger=LINGER_MILLISECONDS)
+                context.close(linger=LINGER_MILLISECONDS)
 
 
 class NoServers:

@@ -17,7 +17,7 @@ from typing import Any
 
 import zmq
 
-from shardwright.comm.transport.contexts import close_context, open_context
+from shardwright.comm.transport.contexts import KeptContext
 from shardwright.comm.transport.keys import CurveKeys, check_addresses, connect_dealer, load_keys
 from shardwright.data.readers import messages
 from shardwright.data.readers.messages import BatchRequest
@@ -143,13 +143,13 @@ class _ReaderClient:
 
     def __init__(self, readers: Readers, identity: Mapping[str, Any], shard: tuple[int, int]) -> None:
         self._readers, self._identity = readers, identity
-        self._context = open_context()
+        self._context = KeptContext()
         self._poller = zmq.Poller()
         keys, digest = load_keys(readers.key_file, "trainer"), messages.order_digest(identity)
         first = shard[0] % len(readers.addresses)  # ranks start with different readers
         self._connections: list[_Connection] = []
         for address in (*readers.addresses[first:], *readers.addresses[:first]):
-            self._connections.append(_Connection(self._context, address, keys, digest, shard))
+            self._connections.append(_Connection(self._context.context, address, keys, digest, shard))
             self._poller.register(self._connections[-1].socket, zmq.POLLIN)
         self._unsent: list[Position] = []
         self._answers: dict[Position, NumpyBatch | UserError | RuntimeError] = {}
@@ -172,7 +172,7 @@ class _ReaderClient:
         self._wait(lambda: any(connection.is_responsive for connection in self._connections))
 
     def close(self) -> None:
-        close_context(self._context)
+        self._context.close()
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
         last_reply = time.monotonic()

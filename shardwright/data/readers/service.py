@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from shardwright.comm.transport.contexts import close_context, open_context
+from shardwright.comm.transport.contexts import KeptContext
 from shardwright.comm.transport.keys import CurveKeys, bind_router, check_address, start_authenticator
 from shardwright.data.loading.worker import RowsNotReady, Worker
 from shardwright.data.readers import messages
@@ -90,10 +90,10 @@ class ReaderService:
         self._open: dict[bytes, _OpenRequests] = {}  # by trainer; the most recently served trainer is last
         self._busy: dict[Worker, _Task] = {}
         self._workers: list[Worker] = []
-        self._context = open_context()
-        self._authenticator = start_authenticator(self._context, keys)
+        self._context = KeptContext()
+        self._authenticator = start_authenticator(self._context.context, keys)
         try:
-            self._socket = bind_router(self._context, bind, keys, "reader", MAX_REQUEST_BYTES)
+            self._socket = bind_router(self._context.context, bind, keys, "reader", MAX_REQUEST_BYTES)
             for index in range(workers):
                 self._workers.append(Worker(source, order, f"{WORKER_NAME} {index}", blocking=False))
         except BaseException:
@@ -124,7 +124,7 @@ class ReaderService:
             worker.stop()
         if self._authenticator is not None:
             self._authenticator.stop()
-        close_context(self._context)
+        self._context.close()
 
     def _receive_requests(self) -> None:
         """Receive at most MAX_MESSAGES_PER_POLL messages, so that workers do not starve; skip if malformed."""

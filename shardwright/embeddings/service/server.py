@@ -12,7 +12,7 @@ from pathlib import Path
 import zmq
 
 from shardwright.comm.transport.arrays import Message, decode_message
-from shardwright.comm.transport.contexts import close_context, open_context
+from shardwright.comm.transport.contexts import KeptContext
 from shardwright.comm.transport.keys import CurveKeys, bind_router, check_address, start_authenticator
 from shardwright.embeddings.service.call_handler import CallHandler, Reply, Served
 from shardwright.embeddings.service.journal import CallJournal, JournalError
@@ -39,10 +39,10 @@ class TableServer:
         self._handler = CallHandler(
             CallJournal(journal) if journal is not None else None, is_connected=self._is_connected
         )
-        self._context = open_context()
-        self._authenticator = start_authenticator(self._context, keys)
+        self._context = KeptContext()
+        self._authenticator = start_authenticator(self._context.context, keys)
         try:
-            self._socket = bind_router(self._context, bind, keys, "table server", MAX_FRAME_BYTES)
+            self._socket = bind_router(self._context.context, bind, keys, "table server", MAX_FRAME_BYTES)
         except BaseException:
             self.close()
             raise
@@ -66,7 +66,7 @@ class TableServer:
     def close(self) -> None:
         if self._authenticator is not None:
             self._authenticator.stop()
-        close_context(self._context)
+        self._context.close()
         self._handler.close()
 
     def _receive_calls(self, answer: Callable[[bytes, Message], list[Reply]]) -> None:
