@@ -22,7 +22,10 @@ ROW_OPS = (
 )
 PRODUCTS = ("matmul", "matmul.across")
 ID_OPS = ("ids", "ids.cut", "distinct", "place")
-OPERATIONS = (*PRODUCTS, *ROW_OPS, *ID_OPS, "pages", "codec", "calls", "host_to_device", "device_to_host")
+OPERATIONS = (
+    *(*PRODUCTS, "attention", *ROW_OPS, *ID_OPS),
+    *("pages", "codec", "calls", "host_to_device", "device_to_host"),
+)
 COLLECTIVES = (
     *("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "one_to_many", "many_to_one", "broadcast"),
     *("one_way", "both_ways", "all_at_once"),

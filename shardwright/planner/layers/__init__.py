@@ -1,0 +1,1 @@
+"""Plans of models of layers from their sizes alone: memory, time, search."""

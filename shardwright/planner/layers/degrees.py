@@ -1,0 +1,90 @@
+"""How a model of layers is split over ranks, and what it recomputes and offloads."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwright.spec.transformer import Transformer
+
+Recomputation = Literal["none", "scores", "memory-bound", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBatch:
+    """Of a step: so many sequences of equal length over all ranks; a micro-batch has `micro_sequences` on each."""
+
+    sequences: int
+    length: int
+    micro_sequences: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """Ranks along each kind of parallelism, and chunks of a pipeline rank.
+
+    `cuts`: layers of each chunk, in the order of the model; chunk k is on pipeline rank k % pipeline. `zero`: what data
+    parallel ranks share out, 1: optimizer state, 2: gradients too, 3: weights too. `expert`: ranks over which experts
+    are split, among those of data and context parallelism. `recompute`: see activations.py. `offload`: the share of the
+    saved activations that each pipeline rank moves to host memory.
+    """
+
+    cuts: tuple[int, ...]
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    data: int = 1
+    expert: int = 1
+    zero: Literal[0, 1, 2, 3] = 1
+    sequence_parallel: bool = True
+    recompute: Recomputation = "none"
+    offload: tuple[float, ...] = ()
+    schedule: Literal["1f1b", "interleaved"] = "interleaved"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def num_chunks(self) -> int:
+        """Of a pipeline rank."""
+        return len(self.cuts) // self.pipeline
+
+    def micro_batches(self, batch: SequenceBatch) -> int:
+        return batch.sequences // (self.data * batch.micro_sequences)
+
+    def chunk_layers(self, chunk: int) -> range:
+        start = sum(self.cuts[:chunk])
+        return range(start, start + self.cuts[chunk])
+
+    def rank_chunks(self, pipeline_rank: int) -> list[range]:
+        """The layers of each chunk of a pipeline rank."""
+        return [self.chunk_layers(chunk) for chunk in range(pipeline_rank, len(self.cuts), self.pipeline)]
+
+
+def even_cuts(layers: int, num: int) -> tuple[int, ...]:
+    """Layers of `num` chunks that differ by one at most; the first chunks have fewer."""
+    return tuple(layers * (k + 1) // num - layers * k // num for k in range(num))
+
+
+def degree_errors(model: Transformer, batch: SequenceBatch, degrees: Degrees) -> Iterator[str]:
+    """Why a model cannot be split so."""
+    if sum(degrees.cuts) != model.layers:
+        yield f"chunks of {sum(degrees.cuts)} layers; {model.name} has {model.layers}"
+    if len(degrees.cuts) % degrees.pipeline:
+        yield f"{len(degrees.cuts)} chunks on {degrees.pipeline} pipeline ranks; wanted as many on each"
+    if model.heads % degrees.tensor:
+        yield f"{model.heads} heads do not divide by a tensor degree of {degrees.tensor}"
+    if model.intermediate % degrees.tensor:
+        yield f"an MLP of {model.intermediate} channels does not divide by a tensor degree of {degrees.tensor}"
+    per_round = degrees.data * batch.micro_sequences
+    if batch.sequences % per_round:
+        yield f"{batch.sequences} sequences do not divide by data degree times micro-batch ({per_round})"
+    elif degrees.num_chunks > 1 and degrees.micro_batches(batch) % degrees.pipeline:
+        micro = degrees.micro_batches(batch)
+        yield f"{micro} micro-batches do not divide by a pipeline of {degrees.pipeline}, as interleaved chunks need"
+    if batch.length % (2 * degrees.context):
+        yield f"sequences of {batch.length} do not divide into {2 * degrees.context} parts for context parallelism"
+    if model.experts is not None and model.experts.num % degrees.expert:
+        yield f"{model.experts.num} experts do not divide by an expert degree of {degrees.expert}"
+    if (degrees.data * degrees.context) % degrees.expert:
+        yield f"an expert degree of {degrees.expert} does not divide data times context"

@@ -1,0 +1,40 @@
+"""Groups of ranks along a kind of parallelism, and the links that their collectives pass.
+
+Ranks are numbered as Megatron-LM does: tensor ranks are neighbors, then context, then data, and pipeline ranks are
+farthest apart. A collective of a group that spans hosts passes the network on as many cards as the group has ranks in
+the host where it has fewest: a ring enters and leaves each host once for each card. So a group whose size does not
+divide evenly into hosts is slow.
+"""
+
+from dataclasses import dataclass
+
+from shardwright.spec.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLinks:
+    """Of the slowest group. `cards`: on which it passes the network, 0: it is inside a host."""
+
+    size: int
+    cards: int
+    bytes_per_second: float  # of one rank's link, or of one card
+
+
+def group_links(cluster: Cluster, size: int, stride: int, num_groups_apart: int) -> GroupLinks:
+    """Groups of `size` ranks that are `stride` apart; `num_groups_apart`: one after another along the ranks."""
+    per_host, cards = cluster.ranks_per_host, 0
+    for group in range(num_groups_apart):
+        first = group * size * stride
+        hosts = [(first + member * stride) // per_host for member in range(size)]
+        counts = [hosts.count(host) for host in sorted(set(hosts))]
+        if len(counts) > 1:
+            cards = min(cards or size, *counts)
+    level = cluster.levels[0 if cards == 0 else 1]
+    return GroupLinks(size, cards, level.bytes_per_second)
+
+
+def ring_seconds(links: GroupLinks, bytes_: float) -> float:
+    """An all-gather or reduce-scatter of `bytes_` in all."""
+    if links.size == 1:
+        return 0.0
+    return bytes_ * (links.size - 1) / links.size / (links.bytes_per_second * max(1, links.cards))

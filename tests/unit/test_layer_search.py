@@ -1,0 +1,80 @@
+"""Steps of models of layers, and the search: closed forms of the schedules, hosts that groups do not fill, and what
+more memory and faster links may not do."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.published_layers import LIMIT, PUBLISHED
+from shardwright.planner.layers.degrees import Degrees, even_cuts
+from shardwright.planner.layers.layer_search import LayerSplit, Training, search
+from shardwright.planner.layers.layer_time import LayerTimer, PassSeconds
+from shardwright.planner.layers.rank_groups import group_links, ring_seconds
+from shardwright.planner.layers.step_time import play, step_seconds
+from shardwright.spec import presets
+from shardwright.spec.cluster import Cluster
+from shardwright.spec.transformer import load_transformer
+
+CLUSTER = presets.load_cluster("h800-256")
+
+
+@pytest.mark.parametrize("ranks, chunks, micro_batches", [(1, 1, 3), (4, 1, 8), (4, 2, 8), (8, 5, 16), (3, 4, 9)])
+def test_played_schedules_have_the_published_bubble(ranks, chunks, micro_batches):
+    degrees = Degrees((1,) * ranks * chunks, pipeline=ranks)
+    seconds = play([PassSeconds(1.0, 2.0)] * ranks * chunks, degrees, micro_batches)
+    assert seconds == pytest.approx(3 * (micro_batches * chunks + ranks - 1))
+
+
+def test_played_messages_delay_the_first_and_the_last_passes():
+    degrees = Degrees((1,) * 4, pipeline=4)
+    assert play([PassSeconds(1.0, 2.0)] * 4, degrees, 8, 0.25) > 3 * (8 + 3) + 2 * 3 * 0.25 - 1e-9
+
+
+def test_groups_that_do_not_fill_hosts_use_fewer_cards():
+    """Hosts have 8 ranks; 6 groups of 6 data ranks whose tensor ranks are neighbors, and so on."""
+    assert group_links(CLUSTER, 8, 1, 4).cards == 0
+    assert group_links(CLUSTER, 8, 2, 6).cards == 4
+    assert group_links(CLUSTER, 6, 4, 6).cards == 2
+    assert group_links(CLUSTER, 5, 4, 6).cards == 1
+    assert group_links(CLUSTER, 3, 2, 8).cards == 1  # two in one host, one in the next
+    links = group_links(CLUSTER, 8, 2, 6)
+    assert ring_seconds(links, 8e9) == pytest.approx(7e9 / (4 * CLUSTER.levels[1].bytes_per_second))
+
+
+def training(cluster: Cluster = CLUSTER, memory: float = 40e9, host: float = 0.0) -> Training:
+    return Training(load_transformer("llama-7b"), 64, 4096, 16, cluster, memory, host)
+
+
+def best(cluster: Cluster = CLUSTER, memory: float = 40e9, host: float = 0.0) -> LayerSplit:
+    return search(training(cluster, memory, host))[0]
+
+
+def test_more_memory_and_faster_links_never_make_the_best_step_longer():
+    slow, fast = best().step.total, best(memory=70e9).step.total
+    assert fast <= slow <= best(memory=25e9).step.total
+    assert best(host=60e9).step.total <= slow
+    inner, outer = CLUSTER.levels
+    doubled = replace(CLUSTER, levels=(inner, replace(outer, bytes_per_second=2 * outer.bytes_per_second)))
+    assert best(doubled).step.total < slow
+
+
+def test_splits_that_are_found_fit():
+    splits = search(training(memory=25e9, host=60e9))
+    assert len(splits) > 10 and all(split.fullest.total <= 25e9 * (1 + 1e-9) for split in splits)
+    assert any(split.fullest.offload for split in splits)
+    assert not search(training(memory=4e9))
+
+
+def test_a_published_optimum_is_among_the_first_five():
+    row = next(row for row in PUBLISHED if row.model == "65B" and row.ranks == 32)
+    host = CLUSTER.device.tiers[1].bytes_
+    splits = search(Training(row.transformer, row.sequences, row.length, row.ranks, CLUSTER, LIMIT, host))
+    published = replace(row.degrees, cuts=even_cuts(80, 40))
+    assert published in [replace(split.degrees, offload=()) for split in splits[:5]]
+
+
+def test_steps_of_published_configurations():
+    """With the preset's prices, which are fitted to them (benchmarks.layer_calibration)."""
+    for row in PUBLISHED:
+        timer = LayerTimer(row.transformer, row.batch, row.degrees, CLUSTER)
+        assert step_seconds(timer).total == pytest.approx(row.seconds, rel=0.02), row
