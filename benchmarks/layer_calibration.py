@@ -93,21 +93,21 @@ def fit(rows: Sequence[Published], start: Constants, iterations: int = ITERATION
     return at(logs)
 
 
-def result_lines() -> Iterator[dict[str, Any]]:
-    constants = fit(PUBLISHED, Constants())
-    groups = Counter(map(_group, PUBLISHED))
-    fitted, left_out = errors(PUBLISHED, constants), []
-    for number, row in enumerate(PUBLISHED):
-        others = [*PUBLISHED[:number], *PUBLISHED[number + 1 :]]
+def result_lines(rows: Sequence[Published]) -> Iterator[dict[str, Any]]:
+    constants = fit(rows, Constants())
+    groups = Counter(map(_group, rows))
+    fitted, left_out = errors(rows, constants), list[float]()
+    for number, row in enumerate(rows):
+        others = [*rows[:number], *rows[number + 1 :]]
         left_out.append(float(errors([row], fit(others, constants, 2))[0]))
         step = predict(row, constants)
         line = {"benchmark": "layer_calibration", "model": row.model, "ranks": row.ranks, "published_s": row.seconds}
         line |= {"predicted_s": step.total, "error_percent": 100 * float(fitted[number])}
         line |= {"left_out_error_percent": 100 * left_out[-1], "alone": groups[_group(row)] == 1}
         line |= {"bubble_percent": 100 * step.bubble, "gradients_s": step.gradients}
-        print(f"{number + 1} of {len(PUBLISHED)}", file=sys.stderr)
+        print(f"{number + 1} of {len(rows)}", file=sys.stderr)
         yield {key: round(value, 3) if isinstance(value, float) else value for key, value in line.items()}
-    counted = np.array([groups[_group(row)] > 1 for row in PUBLISHED])
+    counted = np.array([groups[_group(row)] > 1 for row in rows])
     last = {"benchmark": "layer_calibration", "constants": {k: round(v, 4) for k, v in asdict(constants).items()}}
     for name, values in (("error", fitted), ("left_out_error", np.array(left_out))):
         sizes = 100 * np.abs(values)
@@ -125,9 +125,10 @@ def _group(row: Published) -> tuple[Any, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     args = parser.parse_args(arguments)
     lines: list[dict[str, Any]] = []
-    for line in result_lines():
+    for line in result_lines(PUBLISHED[5:8] if args.smoke else PUBLISHED):
         lines.append(line)
         print(json.dumps(line), flush=True)
     if args.write:

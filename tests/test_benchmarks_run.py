@@ -90,6 +90,7 @@ def test_every_benchmark_has_a_smallest_case():
             "moe_worker",
             "pipeline_sides",
             "placement_torchrec",
+            "published_layers",
             "results_file",
             "scripts",
             "stale_workers",
