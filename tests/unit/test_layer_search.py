@@ -1,14 +1,17 @@
 """Steps of models of layers, and the search: closed forms of the schedules, hosts that groups do not fill, and what
 more memory and faster links may not do."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
+from benchmarks import results_file
+from benchmarks.layer_calibration import Constants
 from benchmarks.published_layers import LIMIT, PUBLISHED
 from shardwright.planner.layers.degrees import Degrees, even_cuts
 from shardwright.planner.layers.layer_search import LayerSplit, Training, search
-from shardwright.planner.layers.layer_time import LayerTimer, PassSeconds
+from shardwright.planner.layers.layer_time import LayerTimer, Overheads, PassSeconds
 from shardwright.planner.layers.rank_groups import group_links, ring_seconds
 from shardwright.planner.layers.step_time import play, step_seconds
 from shardwright.spec import presets
@@ -71,6 +74,19 @@ def test_a_published_optimum_is_among_the_first_five():
     splits = search(Training(row.transformer, row.sequences, row.length, row.ranks, CLUSTER, LIMIT, host))
     published = replace(row.degrees, cuts=even_cuts(80, 40))
     assert published in [replace(split.degrees, offload=()) for split in splits[:5]]
+
+
+def test_the_preset_has_the_fitted_constants():
+    *_, last = results_file.FOLDER.joinpath("layer_calibration.json").read_text().splitlines()
+    fitted, prices = Constants(**json.loads(last)["constants"]), CLUSTER.device.prices
+    expected = fitted.cluster()
+    for price in expected.device.prices:
+        own = next(each for each in prices if each.op == price.op)
+        assert own.seconds_per_flop == pytest.approx(price.seconds_per_flop, rel=2e-3)
+        assert own.seconds_per_byte == pytest.approx(price.seconds_per_byte, rel=2e-3)
+    assert CLUSTER.levels[1].bytes_per_second == pytest.approx(expected.levels[1].bytes_per_second, rel=2e-3)
+    assert Overheads().exposed == pytest.approx(fitted.exposed, rel=2e-3)
+    assert Overheads().chunk_seconds == pytest.approx(1e-3 * fitted.chunk_ms, rel=5e-3)
 
 
 def test_steps_of_published_configurations():
