@@ -180,6 +180,7 @@ def test_a_run_whose_rank_was_killed_resumes_on_the_same_servers(ranks, servers,
         for process in others._processes:
             process.kill()
             process.join()
+        others.close()
     assert STEPS // 2 < killed_at < STEPS
     for error in errors.values():
         assert f"rank {rank} has sent no heartbeat" in error and "restart the job from its last checkpoint" in error
