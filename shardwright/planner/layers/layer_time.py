@@ -133,8 +133,8 @@ class LayerTimer:
         """Forward: two all-gathers and two reduce-scatters; backward the same, and two all-gathers for the gradients of
         weights."""
         links = group_links(self.cluster, self.degrees.tensor, 1, self.degrees.num_ranks // self.degrees.tensor)
-        one = self.overheads.exposed * ring_seconds(links, VALUE_BYTES * self.tokens * self.model.hidden)
-        return PassSeconds(4 * one, 6 * one)
+        seconds = self.overheads.exposed * ring_seconds(links, VALUE_BYTES * self.tokens * self.model.hidden)
+        return PassSeconds(4 * seconds, 6 * seconds)
 
     def _context_collectives(self) -> PassSeconds:
         """All-gathers of keys and values, again in the backward, and the reduce-scatter of their gradients."""
@@ -142,9 +142,9 @@ class LayerTimer:
         groups = self.degrees.num_ranks // (inner * self.degrees.context)
         links = group_links(self.cluster, self.degrees.context, inner, groups)
         tokens = self.batch.micro_sequences * self.batch.length
-        one = ring_seconds(links, 2 * VALUE_BYTES * tokens * self.model.key_value_width / inner)
-        one *= self.overheads.exposed
-        return PassSeconds(one, 2 * one)
+        seconds = ring_seconds(links, 2 * VALUE_BYTES * tokens * self.model.key_value_width / inner)
+        seconds *= self.overheads.exposed
+        return PassSeconds(seconds, 2 * seconds)
 
     def _expert_exchange(self) -> PassSeconds:
         experts, ranks = self.model.experts, self.degrees.expert
@@ -152,8 +152,8 @@ class LayerTimer:
         links = group_links(
             self.cluster, ranks, self.degrees.tensor, self.degrees.num_ranks // (ranks * self.degrees.tensor)
         )
-        one = ring_seconds(links, VALUE_BYTES * self.tokens * experts.chosen * self.model.hidden)
-        return PassSeconds(2 * one, 2 * one)
+        seconds = ring_seconds(links, VALUE_BYTES * self.tokens * experts.chosen * self.model.hidden)
+        return PassSeconds(2 * seconds, 2 * seconds)
 
 
 def layer_products(model: Transformer, layer: int, tokens: float, degrees: Degrees) -> list[LayerProduct]:

@@ -4,12 +4,12 @@ A pass starts when its rank has ended the one before and its input has arrived. 
 hidden, and the optimizer, follow.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shardwright.planner.layers.activations import VALUE_BYTES
 from shardwright.planner.layers.degrees import Degrees
-from shardwright.planner.layers.layer_time import DTYPE, LayerTimer, PassSeconds, Work
+from shardwright.planner.layers.layer_time import DTYPE, LayerTimer, PassSeconds
 from shardwright.planner.layers.memory import GRADIENT_BYTES, OPTIMIZER_BYTES, WEIGHT_BYTES, stage_parameters
 from shardwright.planner.layers.rank_groups import group_links, ring_seconds
 from shardwright.planner.price import primitives
@@ -18,13 +18,12 @@ from shardwright.spec.pipeline import FORWARD, SCHEDULES
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """`work`: of the busiest pipeline rank, by kind. `bubble`: share of the passes' time in which it waits."""
+    """`bubble`: share of the passes' time in which it waits."""
 
     passes: float
     bubble: float
     gradients: float  # exposed collectives of gradients and weights, of the slowest pipeline rank
     optimizer: float
-    work: Mapping[Work, float] = field(default_factory=dict[Work, float])
 
     @property
     def total(self) -> float:
