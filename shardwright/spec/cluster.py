@@ -78,6 +78,7 @@ class Device:
     kind: Literal["cpu", "cuda"]
     tiers: tuple[Tier, ...]  # fastest first
     prices: tuple[Price, ...] = ()
+    peak_flops_per_second: float = 0.0  # of dense bfloat16 products, as published; 0: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,12 @@ class Transformer:
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer >= self.experts.dense_layers
 
+    def layer_kinds(self, layers: range) -> list[tuple[int, int]]:
+        """A layer of each kind among `layers`, and how many are like it: without experts first."""
+        first = min(max(self.experts.dense_layers if self.experts else layers.stop, layers.start), layers.stop)
+        kinds = [(layers.start, first - layers.start), (first, layers.stop - first)]
+        return [(layer, num) for layer, num in kinds if num]
+
     def layer_parameters(self, layer: int) -> int:
         """Weights of the matrix products of a layer, all experts included."""
         return self.attention_parameters + self._mlp_parameters(layer, self.experts.num if self.experts else 0)

@@ -8,6 +8,7 @@ Each saved tensor is of a kind, and each recomputation policy drops kinds:
 """
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -83,6 +84,32 @@ def _mlp_tensors(model: Transformer, name: str, intermediate: int, copies: int) 
     width = VALUE_BYTES * intermediate * copies
     yield Saved(f"{name} first product", "product", width * (2 if model.gated else 1), True)
     yield Saved(f"{name} activation", "activation", width * (2 if model.gated else 1), True)
+
+
+def saved_bytes(
+    model: Transformer, layer: int, batch: SequenceBatch, degrees: Degrees, attention: AttentionKernel = FUSED
+) -> float:
+    """Bytes of a micro-batch that a rank saves in a layer."""
+    return _saved_bytes(
+        model,
+        model.has_experts(layer),
+        batch,
+        Degrees(
+            (),
+            tensor=degrees.tensor,
+            context=degrees.context,
+            sequence_parallel=degrees.sequence_parallel,
+            recompute=degrees.recompute,
+        ),
+        attention,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _saved_bytes(
+    model: Transformer, with_experts: bool, batch: SequenceBatch, degrees: Degrees, attention: AttentionKernel
+) -> float:
+    return sum(layer_bytes(model, model.layers - 1 if with_experts else 0, batch, degrees, attention).values())
 
 
 def layer_bytes(

@@ -23,8 +23,9 @@ class Degrees:
     """Ranks along each kind of parallelism, and chunks of a pipeline rank.
 
     `cuts`: layers of each chunk, in the order of the model; chunk k is on pipeline rank k % pipeline. `zero`: what data
-    parallel ranks share out, 1: optimizer state, 2: gradients too, 3: weights too. `expert`: ranks over which experts
-    are split, among those of data and context parallelism. `recompute`: see activations.py. `offload`: the share of the
+    and context parallel ranks shard, 1: optimizer state, 2: gradients too, 3: weights too; over groups of `shard` of
+    them (0: all; less: HSDP). `expert`: ranks over which experts are split, neighbors among those of tensor, context
+    and data parallelism; experts themselves are whole. `recompute`: see activations.py. `offload`: the share of the
     saved activations that each pipeline rank moves to host memory.
     """
 
@@ -35,6 +36,7 @@ class Degrees:
     data: int = 1
     expert: int = 1
     zero: Literal[0, 1, 2, 3] = 1
+    shard: int = 0
     sequence_parallel: bool = True
     recompute: Recomputation = "none"
     offload: tuple[float, ...] = ()
@@ -43,6 +45,20 @@ class Degrees:
     @property
     def num_ranks(self) -> int:
         return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that have the same weights, but for sharding: those of data and context parallelism."""
+        return self.data * self.context
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that states are sharded over."""
+        return self.shard or self.replicas
+
+    @property
+    def expert_replicas(self) -> int:
+        return self.tensor * self.replicas // self.expert
 
     @property
     def num_chunks(self) -> int:
@@ -84,7 +100,13 @@ def degree_errors(model: Transformer, batch: SequenceBatch, degrees: Degrees) ->
         yield f"{micro} micro-batches do not divide by a pipeline of {degrees.pipeline}, as interleaved chunks need"
     if batch.length % (2 * degrees.context):
         yield f"sequences of {batch.length} do not divide into {2 * degrees.context} parts for context parallelism"
+    yield from _replica_errors(model, degrees)
+
+
+def _replica_errors(model: Transformer, degrees: Degrees) -> Iterator[str]:
     if model.experts is not None and model.experts.num % degrees.expert:
         yield f"{model.experts.num} experts do not divide by an expert degree of {degrees.expert}"
-    if (degrees.data * degrees.context) % degrees.expert:
-        yield f"an expert degree of {degrees.expert} does not divide data times context"
+    if (degrees.tensor * degrees.replicas) % degrees.expert:
+        yield f"an expert degree of {degrees.expert} does not divide tensor times context times data"
+    if degrees.replicas % degrees.num_shards:
+        yield f"{degrees.replicas} data and context ranks do not divide into groups of {degrees.shard}"

@@ -1,18 +1,20 @@
 """The search for how a model of layers is split: all degrees that divide, pruned by memory, ranked by time.
 
-Each candidate that fits gets an estimate from the work of its busiest rank and the fill of its pipeline. Those with the
-shortest estimates are played pass by pass.
+Each candidate gets an estimate from the work of its busiest rank and the fill of its pipeline. Of those that fit, those
+with the shortest estimates are played pass by pass.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
+from typing import Any, Literal
 
 from shardwright.planner.layers.degrees import Degrees, Recomputation, SequenceBatch, degree_errors, even_cuts
-from shardwright.planner.layers.layer_time import LayerTimer, Overheads
+from shardwright.planner.layers.layer_time import DTYPE, LayerTimer, Overheads
 from shardwright.planner.layers.memory import StageMemory, stage_memory
 from shardwright.planner.layers.step_time import StepSeconds, estimate_step, step_seconds
 from shardwright.spec.cluster import Cluster
+from shardwright.spec.model_flops import ModelFlops
 from shardwright.spec.transformer import Transformer
 
 MICRO_SEQUENCES = (1, 2, 4)
@@ -22,9 +24,35 @@ NUM_PLAYED = 60
 
 
 @dataclass(frozen=True, slots=True)
+class SplitPins:
+    """What a user fixes of a split; 0 and "": free. `chunks`: of a pipeline rank. `micro`: sequences of a
+    micro-batch."""
+
+    tensor: int = 0
+    context: int = 0
+    pipeline: int = 0
+    chunks: int = 0
+    data: int = 0
+    expert: int = 0
+    micro: int = 0
+    zero: Literal[0, 1, 3] = 0
+    recompute: Recomputation | Literal[""] = ""
+
+    @property
+    def given(self) -> dict[str, int | str]:
+        """Those that are fixed, by name."""
+        return {name: value for name in (each.name for each in fields(self)) if (value := getattr(self, name))}
+
+    def allow(self, degrees: Degrees, batch: SequenceBatch) -> bool:
+        chosen = {name: getattr(degrees, name, 0) for name in self.given}
+        chosen |= {"chunks": degrees.num_chunks, "micro": batch.micro_sequences}
+        return all(chosen[name] == value for name, value in self.given.items())
+
+
+@dataclass(frozen=True, slots=True)
 class Training:
     """What is to be planned. `memory_bytes`: of a rank, that states and activations may use; `host_bytes`: of a rank,
-    for offload; 0: no offload."""
+    for offload; 0: no offload. `expert_shares`: of the rows, by expert, in recorded passes; empty: equal."""
 
     model: Transformer
     sequences: int
@@ -34,11 +62,45 @@ class Training:
     memory_bytes: float
     host_bytes: float = 0.0
     overheads: Overheads = Overheads()
+    expert_shares: tuple[tuple[float, ...], ...] = ()
+    pins: SplitPins = SplitPins()
+
+    def imbalance(self, degrees: Degrees) -> float:
+        """Rows of the busiest rank's experts over the mean; mean over the recorded passes."""
+        own = self.model.experts.num // degrees.expert if self.model.experts else 0
+        loads = [
+            max(sum(shares[first : first + own]) for first in range(0, len(shares), own)) * degrees.expert
+            for shares in self.expert_shares
+        ]
+        return sum(loads) / len(loads) if loads else 1.0
+
+    def timer(self, degrees: Degrees, batch: SequenceBatch, priced: dict[Any, Any] | None = None) -> LayerTimer:
+        timer = LayerTimer(self.model, batch, degrees, self.cluster, self.overheads, self.imbalance(degrees))
+        return timer if priced is None else replace(timer, priced=priced)
+
+    def tokens_per_second(self, step: StepSeconds) -> float:
+        return self.sequences * self.length / step.total
+
+    @property
+    def flops(self) -> ModelFlops:
+        price = next(price for price in self.cluster.device.prices if (price.op, price.dtype) == ("matmul", DTYPE))
+        peak = self.cluster.device.peak_flops_per_second
+        source = "NVIDIA's data sheet" if peak else "the rate of large products"
+        model = self.model
+        return ModelFlops(
+            1,
+            model.matrix_parameters,
+            model.attention_width,
+            self.length,
+            self.num_ranks,
+            peak or 1 / price.seconds_per_flop,
+            source,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSplit:
-    """A way to split that fits."""
+    """A way to split the model, with its memory and its step."""
 
     degrees: Degrees
     batch: SequenceBatch
@@ -49,40 +111,61 @@ class LayerSplit:
     def fullest(self) -> StageMemory:
         return max(self.memory, key=lambda stage: stage.total)
 
+    @property
+    def host_bytes(self) -> float:
+        """Of a rank, on the pipeline rank that offloads most."""
+        return max(stage.host for stage in self.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """`splits`: those that fit, shortest step first; after the first NUM_PLAYED they are estimated only. `oversized`:
+    those that do not fit, estimated, shortest first."""
+
+    training: Training
+    splits: tuple[LayerSplit, ...]
+    oversized: tuple[LayerSplit, ...] = field(default=())
+
 
 def all_degrees(training: Training) -> Iterator[tuple[Degrees, SequenceBatch]]:
-    """Every way to split that divides."""
-    model, num = training.model, training.num_ranks
-    for tensor in _divisors(min(training.cluster.ranks_per_host, num)):
+    """Every way to split that divides and that the pins allow."""
+    num, per_host = training.num_ranks, training.cluster.ranks_per_host
+    for tensor in _divisors(min(per_host, num)):
         for context in _divisors(num // tensor):
-            if context > MAX_CONTEXT or (context > 1 and training.length // context < MIN_PART):
+            if num % tensor or context > MAX_CONTEXT or (context > 1 and training.length // context < MIN_PART):
                 continue
             for pipeline in _divisors(num // (tensor * context)):
                 data = num // (tensor * context * pipeline)
-                if pipeline > model.layers or training.sequences % data:
+                if pipeline > training.model.layers or training.sequences % data:
                     continue
-                yield from _with_chunks(training, tensor, context, pipeline, data)
+                shape = Degrees((), tensor=tensor, context=context, pipeline=pipeline, data=data)
+                yield from _with_chunks(training, shape)
 
 
-def _with_chunks(
-    training: Training, tensor: int, context: int, pipeline: int, data: int
-) -> Iterator[tuple[Degrees, SequenceBatch]]:
-    for cuts in _all_cuts(training.model.layers, pipeline):
-        for expert in _expert_degrees(training.model, data * context):
-            for recompute in RECOMPUTATIONS:
-                degrees = Degrees(
-                    cuts,
-                    tensor=tensor,
-                    context=context,
-                    pipeline=pipeline,
-                    data=data,
-                    expert=expert,
-                    recompute=recompute,
-                )
-                for micro in MICRO_SEQUENCES:
-                    batch = SequenceBatch(training.sequences, training.length, micro)
-                    if next(degree_errors(training.model, batch, degrees), None) is None:
-                        yield degrees, batch
+def _with_chunks(training: Training, shape: Degrees) -> Iterator[tuple[Degrees, SequenceBatch]]:
+    model = training.model
+    batches = [SequenceBatch(training.sequences, training.length, micro) for micro in MICRO_SEQUENCES]
+    choices = product(
+        _all_cuts(model.layers, shape.pipeline),
+        _expert_degrees(model, shape.tensor * shape.replicas),
+        _all_shardings(training, shape),
+        RECOMPUTATIONS,
+        batches,
+    )
+    for cuts, expert, (zero, shard), recompute, batch in choices:
+        degrees = replace(shape, cuts=cuts, expert=expert, zero=zero, shard=shard, recompute=recompute)
+        if training.pins.allow(degrees, batch) and next(degree_errors(model, batch, degrees), None) is None:
+            yield degrees, batch
+
+
+def _all_shardings(training: Training, shape: Degrees) -> Iterator[tuple[Literal[1, 3], int]]:
+    """ZeRO-1; without a pipeline also ZeRO-3, over all replicas and over those in a host (HSDP)."""
+    yield 1, 0
+    if shape.pipeline == 1 and shape.replicas > 1:
+        yield 3, 0
+        near = training.cluster.ranks_per_host // shape.tensor
+        if 1 < near < shape.replicas and shape.replicas % near == 0:
+            yield 3, near
 
 
 def _all_cuts(layers: int, pipeline: int) -> Iterator[tuple[int, ...]]:
@@ -101,44 +184,51 @@ def _all_cuts(layers: int, pipeline: int) -> Iterator[tuple[int, ...]]:
             yield (inner - 1, *[inner] * (chunks - 2), inner - 1)
 
 
-def _expert_degrees(model: Transformer, replicas: int) -> list[int]:
+def _expert_degrees(model: Transformer, ranks: int) -> list[int]:
     if model.experts is None:
         return [1]
-    return [num for num in _divisors(replicas) if model.experts.num % num == 0]
+    return [num for num in _divisors(ranks) if model.experts.num % num == 0]
 
 
 def _divisors(num: int) -> list[int]:
     return [divisor for divisor in range(1, num + 1) if num % divisor == 0]
 
 
-def search(training: Training, report: Callable[[str], None] = lambda line: None) -> list[LayerSplit]:
-    """The ways to split that fit, shortest step first; those after the first NUM_PLAYED are estimated only."""
-    fitting: list[LayerSplit] = []
-    prices: dict[Any, Any] = {}
+def search(training: Training, report: Callable[[str], None] = lambda line: None) -> SearchResult:
+    """All ways to split, those that fit apart from those that do not."""
+    fitting, oversized, prices = list[LayerSplit](), list[LayerSplit](), dict[Any, Any]()
     num = 0
     for num, (degrees, batch) in enumerate(all_degrees(training), 1):
-        if num % 5000 == 0:
+        if num % 1000 == 0:
             report(f"{num:,} configurations, {len(fitting):,} fit")
-        memory = fitted_memory(training, degrees, batch)
-        if memory is not None:
-            offload = tuple(stage.offload for stage in memory)
-            timer = LayerTimer(training.model, batch, degrees, training.cluster, training.overheads, prices)
-            fitting.append(LayerSplit(replace(degrees, offload=offload), batch, memory, estimate_step(timer)))
+        memory = split_memory(training, degrees, batch)
+        degrees = replace(degrees, offload=tuple(stage.offload for stage in memory))
+        split = LayerSplit(degrees, batch, memory, estimate_step(training.timer(degrees, batch, prices)))
+        (fitting if fits(training, memory) else oversized).append(split)
     report(f"{num:,} configurations, {len(fitting):,} fit")
-    fitting.sort(key=lambda split: split.step.total)
-    played = [replace(split, step=step_seconds(_timer(training, split))) for split in fitting[:NUM_PLAYED]]
-    return [*sorted(played, key=lambda split: split.step.total), *fitting[NUM_PLAYED:]]
+    fitting.sort(key=_order)
+    oversized.sort(key=_order)
+    played = [
+        replace(split, step=step_seconds(training.timer(split.degrees, split.batch))) for split in fitting[:NUM_PLAYED]
+    ]
+    played.sort(key=_order)
+    return SearchResult(training, (*played, *fitting[NUM_PLAYED:]), tuple(oversized))
 
 
-def fitted_memory(training: Training, degrees: Degrees, batch: SequenceBatch) -> tuple[StageMemory, ...] | None:
-    """The memory of each pipeline rank, if all fit."""
-    stages = stage_memory(training.model, batch, degrees, training.memory_bytes)
-    if not training.host_bytes and any(stage.offload for stage in stages):
-        return None
-    if any(s.total > training.memory_bytes * (1 + 1e-9) or s.host > max(training.host_bytes, 0.0) for s in stages):
-        return None
-    return tuple(stages)
+def _order(split: LayerSplit) -> tuple[float, ...]:
+    """Shortest step first; of equal ones that with the fewest kinds of parallelism."""
+    degrees = split.degrees
+    return (split.step.total, degrees.context, degrees.tensor, degrees.pipeline, split.batch.micro_sequences)
 
 
-def _timer(training: Training, split: LayerSplit) -> LayerTimer:
-    return LayerTimer(training.model, split.batch, split.degrees, training.cluster, training.overheads)
+def split_memory(training: Training, degrees: Degrees, batch: SequenceBatch) -> tuple[StageMemory, ...]:
+    """Of each pipeline rank, with as much offload as it takes to fit, where there is host memory for it."""
+    if not training.host_bytes:
+        degrees = replace(degrees, offload=(0.0,) * degrees.pipeline)
+    return tuple(stage_memory(training.model, batch, degrees, training.memory_bytes))
+
+
+def fits(training: Training, memory: tuple[StageMemory, ...]) -> bool:
+    return all(
+        stage.total <= training.memory_bytes * (1 + 1e-9) and stage.host <= training.host_bytes for stage in memory
+    )

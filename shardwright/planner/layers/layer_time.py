@@ -10,13 +10,14 @@ from typing import Any, Literal, NamedTuple
 
 from shardwright.planner.layers.activations import VALUE_BYTES
 from shardwright.planner.layers.degrees import Degrees, SequenceBatch
-from shardwright.planner.layers.rank_groups import group_links, ring_seconds
+from shardwright.planner.layers.memory import GRADIENT_BYTES, WEIGHT_BYTES, layer_weights
+from shardwright.planner.layers.rank_groups import exchange_seconds, group_links, ring_seconds
 from shardwright.planner.price import primitives
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.transformer import Transformer
 
 DTYPE = "bfloat16"
-Work = Literal["products", "attention", "memory", "tensor", "context", "experts"]
+Work = Literal["products", "attention", "memory", "tensor", "context", "experts", "sharded weights"]
 BACKWARD_ATTENTION = 2.5  # of the forward's multiplications: a fused kernel computes the scores again
 NORM_VALUES = 2 * 2 + 2 * 3  # of a token and channel: two norms read and write, two residual sums read twice and write
 ACTIVATION_VALUES = 3  # of a channel of the MLP, with a gate: two are read, one is written
@@ -44,6 +45,9 @@ class PassSeconds:
     def total(self) -> float:
         return self.forward + self.backward
 
+    def scaled(self, factor: float) -> "PassSeconds":
+        return PassSeconds(self.forward * factor, self.backward * factor)
+
 
 class LayerProduct(NamedTuple):
     """`times` products of (m, k) by (k, n)."""
@@ -63,12 +67,17 @@ class LayerTimer:
     degrees: Degrees
     cluster: Cluster
     overheads: Overheads = Overheads()
+    imbalance: float = 1.0  # rows of the busiest rank's experts over the mean
     priced: dict[Any, PassSeconds] = field(default_factory=dict[Any, PassSeconds])  # timers may share it
 
     def layer_seconds(self, layer: int) -> PassSeconds:
         """Of all work; equal layers are priced once."""
         d = self.degrees
-        key = (self.model.has_experts(layer), d.tensor, d.context, d.expert, d.recompute, self.batch.micro_sequences)
+        sharding = (d.zero, d.num_shards, d.replicas) if d.zero >= 2 else ()
+        key = (
+            *(self.model.has_experts(layer), d.tensor, d.context, d.expert, d.recompute),
+            *(self.batch.micro_sequences, sharding),
+        )
         if key not in self.priced:
             self.priced[key] = sum(self.layer(layer).values(), PassSeconds())
         return self.priced[key]
@@ -80,7 +89,7 @@ class LayerTimer:
 
     def layer(self, layer: int) -> dict[Work, PassSeconds]:
         parts: dict[Work, PassSeconds] = {
-            "products": self._products(layer_products(self.model, layer, self.tokens, self.degrees)),
+            "products": self._products(layer_products(self.model, layer, self.tokens, self.degrees, self.imbalance)),
             "attention": self._attention(),
             "memory": self._memory(layer),
             "tensor": self._tensor_collectives(),
@@ -90,6 +99,11 @@ class LayerTimer:
             parts["experts"] = self._expert_exchange()
         if self.degrees.recompute == "full":
             parts = {work: PassSeconds(own.forward, own.total) for work, own in parts.items()}
+        if self.degrees.zero >= 2:
+            sharded, own = self._sharded_weights(layer), sum(parts.values(), PassSeconds())
+            parts["sharded weights"] = PassSeconds(
+                max(0.0, sharded.forward - own.forward), max(0.0, sharded.backward - own.backward)
+            )
         return parts
 
     def head(self) -> PassSeconds:
@@ -147,24 +161,41 @@ class LayerTimer:
         return PassSeconds(seconds, 2 * seconds)
 
     def _expert_exchange(self) -> PassSeconds:
+        """Rows to the ranks of their experts, and results back; each rank sends its part of the tokens."""
         experts, ranks = self.model.experts, self.degrees.expert
         assert experts is not None
-        links = group_links(
-            self.cluster, ranks, self.degrees.tensor, self.degrees.num_ranks // (ranks * self.degrees.tensor)
-        )
-        seconds = ring_seconds(links, VALUE_BYTES * self.tokens * experts.chosen * self.model.hidden)
+        rows = self.imbalance * self.tokens / self.degrees.tensor * experts.chosen
+        links = group_links(self.cluster, ranks, 1, self.degrees.num_ranks // ranks)
+        seconds = exchange_seconds(links, VALUE_BYTES * rows * self.model.hidden, self.cluster.ranks_per_host)
         return PassSeconds(2 * seconds, 2 * seconds)
 
+    def _sharded_weights(self, layer: int) -> PassSeconds:
+        """What ZeRO-2 and ZeRO-3 add to a layer: weights are all-gathered before its forward and backward, gradients
+        reduce-scattered after it, overlapped with other layers."""
+        degrees = self.degrees
+        plain, expert = layer_weights(self.model, degrees, layer)
+        gather = scatter = 0.0
+        for weights, inner, size in (
+            (plain, degrees.tensor, degrees.num_shards),
+            (expert, degrees.expert, min(degrees.num_shards, degrees.expert_replicas)),
+        ):
+            links = group_links(self.cluster, size, inner, degrees.num_ranks // (size * inner))
+            gather += ring_seconds(links, WEIGHT_BYTES * weights) if degrees.zero == 3 else 0.0
+            scatter += ring_seconds(links, GRADIENT_BYTES * weights)
+        return PassSeconds(gather, gather + scatter)
 
-def layer_products(model: Transformer, layer: int, tokens: float, degrees: Degrees) -> list[LayerProduct]:
-    """Of a layer's forward, on a rank."""
+
+def layer_products(
+    model: Transformer, layer: int, tokens: float, degrees: Degrees, imbalance: float = 1.0
+) -> list[LayerProduct]:
+    """Of a layer's forward, on a rank; `imbalance`: rows of the busiest rank's experts over the mean."""
     hidden, t = model.hidden, degrees.tensor
     products = [*_attention_products(model, tokens, t)]
     if model.experts is None or not model.has_experts(layer):
         return [*products, *_mlp_products(model, tokens, model.intermediate / t)]
     experts, own = model.experts, model.experts.num / degrees.expert
-    rows = tokens * experts.chosen / own  # of an expert, with equal loads
-    products += [LayerProduct(tokens, hidden, experts.num)]
+    rows = imbalance * tokens / t * experts.chosen / own  # of an expert
+    products += [LayerProduct(tokens / t, hidden, experts.num)]
     products += [product._replace(times=own) for product in _mlp_products(model, rows, experts.intermediate)]
     if experts.shared:
         products += _mlp_products(model, tokens, experts.shared * experts.intermediate / t)

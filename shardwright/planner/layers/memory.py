@@ -9,13 +9,15 @@ for KEPT_CHUNKS of them: one is computed, one is on its way out, and two come ba
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwright.planner.layers.activations import FUSED, AttentionKernel, layer_bytes
+from shardwright.planner.layers.activations import FUSED, AttentionKernel, saved_bytes
 from shardwright.planner.layers.degrees import Degrees, SequenceBatch
 from shardwright.spec.pipeline import FORWARD, SCHEDULES
 from shardwright.spec.transformer import Transformer
 
 KEPT_CHUNKS = 4
+GATHERED_LAYERS = 2  # with ZeRO-3: one computes, the next is all-gathered
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12  # bfloat16; float32; float32 weights and two moments
+LOGIT_BYTES = 2 + 4  # bfloat16, and their softmax in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,8 @@ class StageMemory:
     gradients: float
     optimizer: float
     activations: float  # in device memory, at the peak
+    logits: float  # of a micro-batch, on the last pipeline rank
+    gathered: float  # weights that ZeRO-3 all-gathers
     offload: float
     host: float
 
@@ -35,7 +39,7 @@ class StageMemory:
 
     @property
     def total(self) -> float:
-        return self.states + self.activations
+        return self.states + self.activations + self.logits + self.gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,43 +50,54 @@ class SavedInFlight:
     movable: float
 
 
+def layer_weights(model: Transformer, degrees: Degrees, layer: int) -> tuple[float, float]:
+    """Weights of a layer on a rank, before sharding: without experts, and of experts."""
+    if model.experts is None or not model.has_experts(layer):
+        return model.layer_parameters(layer) / degrees.tensor, 0.0
+    experts = model.experts.num * model.mlp_parameters(model.experts.intermediate)
+    return (model.layer_parameters(layer) - experts) / degrees.tensor, experts / degrees.expert
+
+
 def stage_parameters(model: Transformer, degrees: Degrees, stage: int) -> tuple[float, float]:
-    """Weights of a rank of a pipeline rank: without experts, and of experts."""
+    """Weights of a rank of a pipeline rank, before sharding: without experts, and of experts."""
     plain = expert = 0.0
-    for layer in (layer for chunk in degrees.rank_chunks(stage) for layer in chunk):
-        if model.experts is not None and model.has_experts(layer):
-            experts = model.experts.num * model.mlp_parameters(model.experts.intermediate)
-            plain += (model.layer_parameters(layer) - experts) / degrees.tensor
-            expert += experts / degrees.expert
-        else:
-            plain += model.layer_parameters(layer) / degrees.tensor
+    for chunk in degrees.rank_chunks(stage):
+        for layer, num in model.layer_kinds(chunk):
+            own = layer_weights(model, degrees, layer)
+            plain, expert = plain + num * own[0], expert + num * own[1]
     is_first, is_last = stage == 0, stage == degrees.pipeline - 1
     num_embeddings = is_first + is_last - (model.tied and is_first and is_last)
-    return plain + num_embeddings * model.embedding_parameters / degrees.tensor, expert
+    embeddings = num_embeddings * model.embedding_parameters / degrees.tensor
+    return plain + embeddings, expert
 
 
 def state_bytes(model: Transformer, degrees: Degrees, stage: int) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer state of a rank of a pipeline rank."""
     plain, expert = stage_parameters(model, degrees, stage)
-    replicas = degrees.data * degrees.context
-    sizes: list[float] = []
-    for zero, width in ((3, WEIGHT_BYTES), (2, GRADIENT_BYTES), (1, OPTIMIZER_BYTES)):
-        is_shared = degrees.zero >= zero
-        sizes.append(
-            width * (plain / (replicas if is_shared else 1) + expert / (replicas / degrees.expert if is_shared else 1))
-        )
-    return sizes[0], sizes[1], sizes[2]
+    sharded = plain / degrees.num_shards + expert / min(degrees.num_shards, degrees.expert_replicas)
+    weights, gradients, optimizer = (
+        width * (sharded if degrees.zero >= zero else plain + expert)
+        for zero, width in ((3, WEIGHT_BYTES), (2, GRADIENT_BYTES), (1, OPTIMIZER_BYTES))
+    )
+    return weights, gradients, optimizer
+
+
+def gathered_bytes(model: Transformer, degrees: Degrees) -> float:
+    """Weights that ZeRO-3 all-gathers, at the peak."""
+    if degrees.zero < 3 or degrees.num_shards == 1:
+        return 0.0
+    kinds = model.layer_kinds(range(model.layers))
+    return WEIGHT_BYTES * GATHERED_LAYERS * max(sum(layer_weights(model, degrees, layer)) for layer, _ in kinds)
 
 
 def in_flight(
     model: Transformer, batch: SequenceBatch, degrees: Degrees, stage: int, attention: AttentionKernel = FUSED
 ) -> SavedInFlight:
     """What the micro-batches between their forward and backward have saved, at the peak."""
-    by_kind = {
-        model.has_experts(layer): sum(layer_bytes(model, layer, batch, degrees, attention).values())
-        for layer in {0, model.layers - 1}
-    }
-    saved = tuple(sum(by_kind[model.has_experts(layer)] for layer in chunk) for chunk in degrees.rank_chunks(stage))
+    saved = tuple(
+        sum(num * saved_bytes(model, layer, batch, degrees, attention) for layer, num in model.layer_kinds(chunk))
+        for chunk in degrees.rank_chunks(stage)
+    )
     schedule = "1f1b" if len(saved) == 1 else degrees.schedule
     held = _most_held(schedule, degrees.pipeline, stage, degrees.micro_batches(batch), saved)
     sizes = sorted(size for size, num in zip(saved, held, strict=True) for _ in range(num))
@@ -112,13 +127,19 @@ def stage_memory(
 ) -> list[StageMemory]:
     """Of each pipeline rank; without `degrees.offload`, the smallest share that fits into `limit` bytes, or all."""
     stages: list[StageMemory] = []
+    gathered = gathered_bytes(model, degrees)
     for stage in range(degrees.pipeline):
         states, flight = state_bytes(model, degrees, stage), in_flight(model, batch, degrees, stage, attention)
+        logits = logit_bytes(model, batch, degrees) if stage == degrees.pipeline - 1 else 0.0
         if degrees.offload:
             share = degrees.offload[stage]
         else:
-            excess = sum(states) + flight.saved - limit
+            excess = sum(states) + logits + gathered + flight.saved - limit
             share = min(1.0, max(0.0, excess / flight.movable)) if flight.movable else 0.0
         moved = share * flight.movable
-        stages.append(StageMemory(*states, flight.saved - moved, share, moved))
+        stages.append(StageMemory(*states, flight.saved - moved, logits, gathered, share, moved))
     return stages
+
+
+def logit_bytes(model: Transformer, batch: SequenceBatch, degrees: Degrees) -> float:
+    return LOGIT_BYTES * batch.micro_sequences * batch.length / degrees.context * model.vocabulary / degrees.tensor

@@ -6,7 +6,9 @@ the host where it has fewest: a ring enters and leaves each host once for each c
 divide evenly into hosts is slow.
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardwright.spec.cluster import Cluster
 
@@ -22,15 +24,28 @@ class GroupLinks:
 
 def group_links(cluster: Cluster, size: int, stride: int, num_groups_apart: int) -> GroupLinks:
     """Groups of `size` ranks that are `stride` apart; `num_groups_apart`: one after another along the ranks."""
-    per_host, cards = cluster.ranks_per_host, 0
-    for group in range(num_groups_apart):
-        first = group * size * stride
-        hosts = [(first + member * stride) // per_host for member in range(size)]
-        counts = [hosts.count(host) for host in sorted(set(hosts))]
-        if len(counts) > 1:
-            cards = min(cards or size, *counts)
+    cards = _num_cards(cluster.ranks_per_host, size, stride, num_groups_apart)
     level = cluster.levels[0 if cards == 0 else 1]
     return GroupLinks(size, cards, level.bytes_per_second)
+
+
+@lru_cache(maxsize=4096)
+def _num_cards(per_host: int, size: int, stride: int, num_groups_apart: int) -> int:
+    """Of the group that has fewest; 0 if all groups are inside hosts."""
+    cards = 0
+    for group in range(num_groups_apart):
+        first = group * size * stride
+        counts = Counter((first + member * stride) // per_host for member in range(size))
+        if len(counts) > 1:
+            cards = min(cards or size, *counts.values())
+    return cards
+
+
+def exchange_seconds(links: GroupLinks, bytes_: float, per_host: int) -> float:
+    """An all-to-all in which each rank sends `bytes_`, evenly; each has a network card."""
+    near = links.size if links.cards == 0 else max(1, min(links.cards, per_host))
+    sent = links.size - (1 if links.cards == 0 else near)
+    return bytes_ * sent / links.size / links.bytes_per_second
 
 
 def ring_seconds(links: GroupLinks, bytes_: float) -> float:

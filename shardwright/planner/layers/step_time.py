@@ -6,14 +6,18 @@ hidden, and the optimizer, follow.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
-from shardwright.planner.layers.activations import VALUE_BYTES
+from shardwright.planner.layers.activations import VALUE_BYTES, saved_bytes
 from shardwright.planner.layers.degrees import Degrees
-from shardwright.planner.layers.layer_time import DTYPE, LayerTimer, PassSeconds
+from shardwright.planner.layers.layer_time import DTYPE, LayerTimer, PassSeconds, Work
 from shardwright.planner.layers.memory import GRADIENT_BYTES, OPTIMIZER_BYTES, WEIGHT_BYTES, stage_parameters
 from shardwright.planner.layers.rank_groups import group_links, ring_seconds
 from shardwright.planner.price import primitives
 from shardwright.spec.pipeline import FORWARD, SCHEDULES
+
+Part = Work | Literal["chunks", "offload", "bubble", "gradients", "optimizer"]
+PARTS: tuple[Part, ...] = (*get_args(Work), "chunks", "offload", "bubble", "gradients", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,27 +28,75 @@ class StepSeconds:
     bubble: float
     gradients: float  # exposed collectives of gradients and weights, of the slowest pipeline rank
     optimizer: float
+    offload: float = 0.0  # copies to and from the host that the first and last passes do not hide
 
     @property
     def total(self) -> float:
-        return self.passes + self.gradients + self.optimizer
+        return self.passes + self.gradients + self.optimizer + self.offload
+
+
+class PlayedPass(NamedTuple):
+    """A forward or backward of a chunk of the model, for one micro-batch."""
+
+    rank: int  # of the pipeline
+    chunk: int
+    micro: int
+    is_forward: bool
+    start: float
+    end: float
 
 
 def chunk_seconds(timer: LayerTimer) -> list[PassSeconds]:
-    """Of each chunk of the model, for a micro-batch; the last has the head."""
+    """Of each chunk of the model, for a micro-batch; the last has the head. Copies to and from the host are hidden by
+    a chunk's forward and backward as far as these take as long."""
     chunks: list[PassSeconds] = []
     for chunk in range(len(timer.degrees.cuts)):
         seconds = PassSeconds(timer.overheads.chunk_seconds / 3, timer.overheads.chunk_seconds * 2 / 3)
-        for layer in timer.degrees.chunk_layers(chunk):
-            seconds += timer.layer_seconds(layer)
+        for layer, num in timer.model.layer_kinds(timer.degrees.chunk_layers(chunk)):
+            seconds += timer.layer_seconds(layer).scaled(num)
         chunks.append(seconds)
     chunks[-1] += timer.head()
+    if any(timer.degrees.offload):
+        copies = [max(host_copies(timer, chunk)) for chunk in range(len(chunks))]
+        chunks = [
+            seconds if copy <= seconds.total else seconds.scaled(copy / seconds.total)
+            for seconds, copy in zip(chunks, copies, strict=True)
+        ]
     return chunks
 
 
-def play(chunks: Sequence[PassSeconds], degrees: Degrees, micro_batches: int, message_seconds: float = 0.0) -> float:
-    """Seconds until the last pass ends, if the ranks of a pipeline run these chunks in the order of the schedule."""
-    num, ends = len(chunks), dict[tuple[str, int, int], float]()
+def host_copies(timer: LayerTimer, chunk: int) -> tuple[float, float]:
+    """Seconds of what offload copies to the host, and back, of a chunk's micro-batch."""
+    degrees, device = timer.degrees, timer.cluster.device
+    share = degrees.offload[chunk % degrees.pipeline]
+    layers = timer.model.layer_kinds(degrees.chunk_layers(chunk))
+    bytes_ = share * sum(num * saved_bytes(timer.model, layer, timer.batch, degrees) for layer, num in layers)
+    out, back = (primitives.find_price(device, op, "").seconds_per_byte for op in ("device_to_host", "host_to_device"))
+    return bytes_ * out, bytes_ * back
+
+
+def exposed_copies(timer: LayerTimer, chunks: Sequence[PassSeconds]) -> float:
+    """Copies that the forwards before the first backward, and the backwards after the last forward, do not hide; of the
+    slowest pipeline rank."""
+    degrees = timer.degrees
+    if not any(degrees.offload):
+        return 0.0
+    exposed: list[float] = []
+    for rank in range(degrees.pipeline):
+        out, back = host_copies(timer, rank)
+        num = min(
+            (degrees.num_chunks - 1) * degrees.pipeline + (degrees.pipeline - 1 - rank),
+            degrees.micro_batches(timer.batch) * degrees.num_chunks,
+        )
+        exposed.append(num * (max(0.0, out - chunks[rank].forward) + max(0.0, back - chunks[rank].backward)))
+    return max(exposed)
+
+
+def play(
+    chunks: Sequence[PassSeconds], degrees: Degrees, micro_batches: int, message_seconds: float = 0.0
+) -> list[PlayedPass]:
+    """The passes of a step, if the ranks of a pipeline run these chunks in the order of the schedule."""
+    num, ends, played = len(chunks), dict[tuple[str, int, int], float](), list[PlayedPass]()
     schedule = SCHEDULES["1f1b" if degrees.num_chunks == 1 else degrees.schedule]
     tokens = [[*schedule(degrees.pipeline, r, degrees.num_chunks, micro_batches)] for r in range(degrees.pipeline)]
     positions, clocks, waiting = [0] * degrees.pipeline, [0.0] * degrees.pipeline, set(range(degrees.pipeline))
@@ -62,26 +114,33 @@ def play(chunks: Sequence[PassSeconds], degrees: Degrees, micro_batches: int, me
                     if ended is None:
                         break
                     arrived = ended + message_seconds
-                seconds = chunks[chunk].forward if is_forward else chunks[chunk].backward
-                clocks[rank] = max(clocks[rank], arrived) + seconds
+                start = max(clocks[rank], arrived)
+                clocks[rank] = start + (chunks[chunk].forward if is_forward else chunks[chunk].backward)
                 ends[pass_, chunk, micro] = clocks[rank]
+                played.append(PlayedPass(rank, chunk, micro, is_forward, start, clocks[rank]))
                 positions[rank] += 1
             else:
                 waiting.discard(rank)
-    return max(clocks)
+    return played
+
+
+def busiest_rank(chunks: Sequence[PassSeconds], num_ranks: int) -> tuple[int, float]:
+    """The pipeline rank whose passes of a micro-batch take longest, and their seconds."""
+    busy = [sum(chunks[c].total for c in range(r, len(chunks), num_ranks)) for r in range(num_ranks)]
+    return busy.index(max(busy)), max(busy)
 
 
 def step_seconds(timer: LayerTimer) -> StepSeconds:
     degrees, micro_batches = timer.degrees, timer.degrees.micro_batches(timer.batch)
     chunks = chunk_seconds(timer)
-    passes = play(chunks, degrees, micro_batches, message_seconds(timer))
-    busy = [sum(chunks[c].total for c in range(r, len(chunks), degrees.pipeline)) for r in range(degrees.pipeline)]
-    ranks = range(degrees.pipeline)
+    passes = max(each.end for each in play(chunks, degrees, micro_batches, message_seconds(timer)))
+    busy, ranks = busiest_rank(chunks, degrees.pipeline)[1], range(degrees.pipeline)
     return StepSeconds(
         passes=passes,
-        bubble=1 - micro_batches * max(busy) / passes,
+        bubble=1 - micro_batches * busy / passes,
         gradients=max(gradient_seconds(timer, rank) for rank in ranks),
         optimizer=max(optimizer_seconds(timer, rank) for rank in ranks),
+        offload=exposed_copies(timer, chunks),
     )
 
 
@@ -89,10 +148,34 @@ def estimate_step(timer: LayerTimer) -> StepSeconds:
     """The step without playing it: the passes of the busiest rank, and the time until it starts and after it ends."""
     degrees, micro_batches = timer.degrees, timer.degrees.micro_batches(timer.batch)
     chunks, num = chunk_seconds(timer), degrees.pipeline
-    busy = [sum(chunks[c].total for c in range(r, len(chunks), num)) for r in range(num)]
+    busy = busiest_rank(chunks, num)[1]
     fill = sum(chunks[c].total for c in range(num - 1)) + 2 * (num - 1) * message_seconds(timer)
-    passes = micro_batches * max(busy) + fill
-    return StepSeconds(passes, fill / passes, gradient_seconds(timer, 0), optimizer_seconds(timer, 0))
+    passes = micro_batches * busy + fill
+    return StepSeconds(
+        passes,
+        fill / passes,
+        gradient_seconds(timer, 0),
+        optimizer_seconds(timer, 0),
+        exposed_copies(timer, chunks),
+    )
+
+
+def step_parts(timer: LayerTimer, step: StepSeconds) -> dict[Part, float]:
+    """Seconds that add up to the step: the work of the busiest pipeline rank by kind, and what it waits for."""
+    degrees, micro_batches = timer.degrees, timer.degrees.micro_batches(timer.batch)
+    chunks = chunk_seconds(timer)
+    rank, busy = busiest_rank(chunks, degrees.pipeline)
+    parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+    for layer, num in (kind for chunk in degrees.rank_chunks(rank) for kind in timer.model.layer_kinds(chunk)):
+        for work, seconds in timer.layer(layer).items():
+            parts[work] += micro_batches * num * seconds.total
+    if rank == degrees.pipeline - 1:
+        parts["products"] += micro_batches * timer.head().total
+    parts["chunks"] = micro_batches * degrees.num_chunks * timer.overheads.chunk_seconds
+    parts["offload"] = micro_batches * busy - sum(parts.values()) + step.offload
+    parts["bubble"] = step.passes - micro_batches * busy
+    parts["gradients"], parts["optimizer"] = step.gradients, step.optimizer
+    return parts
 
 
 def message_seconds(timer: LayerTimer) -> float:
@@ -107,16 +190,33 @@ def message_seconds(timer: LayerTimer) -> float:
 
 
 def gradient_seconds(timer: LayerTimer, pipeline_rank: int) -> float:
-    """Reduce-scatter of gradients and all-gather of weights over data and context ranks, of a pipeline rank."""
-    degrees, cluster = timer.degrees, timer.cluster
-    plain, _ = stage_parameters(timer.model, degrees, pipeline_rank)
-    size = degrees.data * degrees.context
-    links = group_links(cluster, size, degrees.tensor, degrees.num_ranks // (size * degrees.tensor))
-    return ring_seconds(links, (GRADIENT_BYTES + WEIGHT_BYTES) * plain) if links.cards else 0.0
+    """After the passes, of a pipeline rank: reduce-scatter of gradients and all-gather of weights that ranks along data
+    and context hold; with ZeRO-2 and 3 only the all-reduce between groups that shard (HSDP)."""
+    degrees = timer.degrees
+    plain, expert = stage_parameters(timer.model, degrees, pipeline_rank)
+    seconds = 0.0
+    for weights, inner, size in (
+        (plain, degrees.tensor, degrees.replicas),
+        (expert, degrees.expert, degrees.expert_replicas),
+    ):
+        shards = min(degrees.num_shards, size)
+        if degrees.zero < 2:
+            shard_links = group_links(timer.cluster, shards, inner, degrees.num_ranks // (shards * inner))
+            if shard_links.cards:
+                gathered = WEIGHT_BYTES if degrees.zero else GRADIENT_BYTES
+                seconds += ring_seconds(shard_links, (GRADIENT_BYTES + gathered) * weights)
+        copies = size // shards
+        links = group_links(timer.cluster, copies, inner * shards, degrees.num_ranks // (size * inner))
+        if links.cards:
+            seconds += 2 * ring_seconds(links, GRADIENT_BYTES * weights / shards)
+    return seconds
 
 
 def optimizer_seconds(timer: LayerTimer, pipeline_rank: int) -> float:
-    plain, expert = stage_parameters(timer.model, timer.degrees, pipeline_rank)
-    shares = timer.degrees.data * timer.degrees.context if timer.degrees.zero else 1
+    degrees = timer.degrees
+    plain, expert = stage_parameters(timer.model, degrees, pipeline_rank)
+    weights = plain + expert
+    if degrees.zero:
+        weights = plain / degrees.num_shards + expert / min(degrees.num_shards, degrees.expert_replicas)
     rate = primitives.find_price(timer.cluster.device, "matmul", DTYPE).seconds_per_byte
-    return (2 * OPTIMIZER_BYTES - GRADIENT_BYTES) * (plain + expert) / shares * rate
+    return (2 * OPTIMIZER_BYTES - GRADIENT_BYTES) * weights * rate
