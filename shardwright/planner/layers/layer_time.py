@@ -13,12 +13,11 @@ from shardwright.planner.layers.degrees import Degrees, SequenceBatch
 from shardwright.planner.layers.memory import GRADIENT_BYTES, WEIGHT_BYTES, layer_weights
 from shardwright.planner.layers.rank_groups import exchange_seconds, group_links, ring_seconds
 from shardwright.planner.price import primitives
-from shardwright.spec.cluster import Cluster
+from shardwright.spec.cluster import ATTENTION_PASSES, Cluster
 from shardwright.spec.transformer import Transformer
 
 DTYPE = "bfloat16"
 Work = Literal["products", "attention", "memory", "tensor", "context", "experts", "sharded weights"]
-BACKWARD_ATTENTION = 2.5  # of the forward's multiplications: a fused kernel computes the scores again
 NORM_VALUES = 2 * 2 + 2 * 3  # of a token and channel: two norms read and write, two residual sums read twice and write
 ACTIVATION_VALUES = 3  # of a channel of the MLP, with a gate: two are read, one is written
 
@@ -127,7 +126,7 @@ class LayerTimer:
         channels = model.heads * (model.head_channels + value_channels) / self.degrees.tensor
         flops = self.batch.micro_sequences * length**2 * channels / self.degrees.context  # half of the matrix
         seconds = flops * primitives.find_price(self.cluster.device, "attention", DTYPE).seconds_per_flop
-        return PassSeconds(seconds, BACKWARD_ATTENTION * seconds)
+        return PassSeconds(seconds, (ATTENTION_PASSES - 1) * seconds)  # a fused kernel computes scores again
 
     def _memory(self, layer: int) -> PassSeconds:
         experts = self.model.experts if self.model.has_experts(layer) else None
