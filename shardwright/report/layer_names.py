@@ -53,11 +53,16 @@ def sharding_name(degrees: Degrees) -> str:
     return f"ZeRO-{degrees.zero}" if degrees.zero else "replicated"
 
 
+def max_offload(split: LayerSplit) -> float:
+    """The share of the saved activations that the pipeline rank that offloads most moves to host memory."""
+    return max(stage.offload for stage in split.memory)
+
+
 def describe_split(split: LayerSplit) -> str:
     """All that distinguishes a split from others, in one line."""
-    micro, share = split.batch.micro_sequences, split.fullest.offload
+    micro, share = split.batch.micro_sequences, max_offload(split)
     parts = [degrees_name(split.degrees), f"micro-batch {micro}", sharding_name(split.degrees)]
     parts.append(RECOMPUTE_TEXTS[split.degrees.recompute])
     if share:
-        parts.append(f"offloads {share:.0%}")
+        parts.append(f"offloads up to {share:.0%}")
     return ", ".join(parts)

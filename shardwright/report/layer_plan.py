@@ -10,7 +10,7 @@ from shardwright.planner.layers.step_time import Part, step_parts
 from shardwright.report import html_template, layer_figures
 from shardwright.report.html_template import Grid
 from shardwright.report.layer_figures import GIB
-from shardwright.report.layer_names import PART_NAMES, degrees_name, sharding_name
+from shardwright.report.layer_names import PART_NAMES, degrees_name, max_offload, sharding_name
 from shardwright.report.layer_roofline import roofline_figure
 from shardwright.report.layer_timeline import timeline_figure
 from shardwright.report.plots import Figure
@@ -18,7 +18,7 @@ from shardwright.report.units import bytes_text, time_text
 from shardwright.spec import files
 
 NUM_BEST = 5
-BEST_TITLE = "Best splits (PP: pipeline ranks x chunks on each; micro: sequences of a micro-batch)"
+BEST_TITLE = "Best splits (PP: pipeline ranks x chunks; micro: sequences of a micro-batch; GiB: of the fullest rank)"
 MIN_PART = 1e-9  # of a step; a smaller part is what rounding leaves
 
 
@@ -75,9 +75,9 @@ def split_grid(training: Training, splits: Sequence[LayerSplit]) -> Grid:
     has_host = any(split.host_bytes for split in splits)
     rows: list[dict[str, str]] = []
     for number, split in enumerate(splits, 1):
-        cells = {"#": f"{number}", **_degree_cells(training, split), limit: f"{split.fullest.total / GIB:.3g}"}
+        cells = {"#": f"{number}", **_degree_cells(training, split), limit: f"{split.fullest.total / GIB:.1f}"}
         if has_host:
-            cells |= {"offload": f"{split.fullest.offload:.0%}", "host GiB": f"{split.host_bytes / GIB:.3g}"}
+            cells |= {"offload": f"{max_offload(split):.0%}", "host GiB": f"{split.host_bytes / GIB:.1f}"}
         rows.append(cells | _speed_cells(training, split))
     return Grid(tuple(rows[0]), tuple(tuple(cells.values()) for cells in rows))
 

@@ -121,6 +121,7 @@ def _caption(
         yield "Backward passes include recomputation."
     if degrees.pipeline > 1:
         yield f"Gaps are the bubble, {split.step.bubble:.1%} of the passes' time."
+        yield "What follows the passes takes as long as on the slowest rank."
     if num_rows < degrees.pipeline:
         yield f"{num_rows} of {degrees.pipeline} pipeline ranks are drawn."
     yield "Drag to zoom, double-click to reset."
