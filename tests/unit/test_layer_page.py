@@ -133,7 +133,7 @@ def test_a_short_timeline_has_all_passes_and_ends_with_the_step(dense):
 
 
 def test_a_long_timeline_has_only_the_beginning_and_the_end():
-    pins = dict(tensor=8, pipeline=32, data=1, micro=1, chunks=1)
+    pins = {"tensor": 8, "pipeline": 32, "data": 1, "micro": 1, "chunks": 1}
     long = replace(training("gpt-175b", 256, 70e9, **pins), sequences=128)
     split = search(long).splits[0]
     figure = timeline_figure(long, split)
