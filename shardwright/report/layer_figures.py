@@ -26,6 +26,7 @@ MIN_STAGES_WIDTH = 4  # of the axis, so that bars of few stages are not broad
 BAR_WIDTH, HOST_WIDTH = 0.56, 0.2
 STAGE_TICKS = 16
 MAX_POINTS = 4000
+MIN_LOG_TICKS_RANGE = 8  # largest over smallest value
 LEGEND_BELOW: Mapping[str, Any] = MappingProxyType(
     {
         "showlegend": True,
@@ -163,8 +164,8 @@ def search_figure(result: SearchResult) -> Figure:
     traces = [trace for trace in traces if trace["x"]]
     limit = training.memory_bytes / GIB
     layout = plots.figure_layout(
-        xaxis=plots.axis(title={"text": f"{unit} per step"}, type="log", tickformat="~r", dtick="D2"),
-        yaxis=plots.axis(title={"text": "GiB on the fullest rank"}, type="log", tickformat="~r", dtick="D2"),
+        xaxis=log_axis(f"{unit} per step", [split.step.total for split in splits]),
+        yaxis=log_axis("GiB on the fullest rank", [split.fullest.total for split in splits]),
         shapes=[plots.dotted_line(y0=limit, y1=limit, xref="paper", x0=0, x1=1)],
         **LEGEND_BELOW,
     )
@@ -172,10 +173,16 @@ def search_figure(result: SearchResult) -> Figure:
     return Figure("layer_search", "The search", caption, 420, tuple(traces), layout)
 
 
+def log_axis(title: str, values: Sequence[float]) -> dict[str, Any]:
+    """With ticks at 1, 2, 5, 10 and so on; with even ticks where the range of the values is narrow."""
+    ticks = {"dtick": "D2"} if max(values) > MIN_LOG_TICKS_RANGE * min(values) else {}
+    return plots.axis(title={"text": title}, type="log", tickformat="~r", **ticks)
+
+
 def _search_caption(result: SearchResult, every: int) -> Iterator[str]:
     num, limit = len(result.splits) + len(result.oversized), bytes_text(result.training.memory_bytes)
     yield f"{num:,} configurations, of which {len(result.splits):,} fit into {limit} (dotted)."
-    if result.training.host_bytes and result.splits:
+    if any(split.host_bytes for split in result.splits):
         yield "Offload fills many of them up to the limit."
     yield f"Steps are estimated, and played pass by pass for the best {NUM_PLAYED}."
     if every > 1:

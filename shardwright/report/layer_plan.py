@@ -18,7 +18,7 @@ from shardwright.report.units import bytes_text, time_text
 from shardwright.spec import files
 
 NUM_BEST = 5
-BEST_TITLE = "Best splits (PP: pipeline ranks x chunks; micro: sequences of a micro-batch; GiB: of the fullest rank)"
+BEST_TITLE = "Best splits (PP: ranks x chunks; micro: sequences of a micro-batch; GiB: of the fullest rank)"
 MIN_PART = 1e-9  # of a step; a smaller part is what rounding leaves
 
 
@@ -42,16 +42,16 @@ def render(
 
 
 def figures(result: SearchResult) -> tuple[Figure, ...]:
-    """The timeline first: an odd number of figures, the first of which has the full width."""
-    search = layer_figures.search_figure(result)
+    """The timeline first: an odd number of figures, the first of which has the full width. Where nothing fits, only
+    the search."""
     if not result.splits:
-        return (search,)
+        return (layer_figures.search_figure(result),) if result.oversized else ()
     training, best = result.training, result.splits[0]
     return (
         timeline_figure(training, best),
         layer_figures.memory_figure(training, best),
         layer_figures.parts_figure(training, result.splits[:NUM_BEST]),
-        search,
+        layer_figures.search_figure(result),
         roofline_figure(training, best),
     )
 

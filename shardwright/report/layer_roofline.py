@@ -14,7 +14,7 @@ from shardwright.planner.layers.layer_time import DTYPE, LayerProduct, LayerTime
 from shardwright.planner.price import primitives
 from shardwright.report import plots
 from shardwright.report.expert_roofline import MARKERS
-from shardwright.report.layer_figures import LEGEND_BELOW
+from shardwright.report.layer_figures import LEGEND_BELOW, log_axis
 from shardwright.report.layer_names import degrees_name
 from shardwright.report.plots import Figure
 from shardwright.report.units import time_text
@@ -46,7 +46,7 @@ class LayerWork(NamedTuple):
 
 def roofline_figure(training: Training, split: LayerSplit) -> Figure:
     """Predicted FLOP/s over arithmetic intensity, with the roofs of the device."""
-    works = list(layer_works(training, split))
+    works = sorted(layer_works(training, split), key=lambda work: -work.seconds)  # small markers above large ones
     total = sum(work.seconds for work in works)
     intensities = [work.intensity for work in works]
     peak, bytes_per_second = device_roofs(training)
@@ -64,8 +64,8 @@ def roofline_figure(training: Training, split: LayerSplit) -> Figure:
     ]
     traces += [_mark(number, work, work.seconds / total) for number, work in enumerate(works)]
     layout = plots.figure_layout(
-        xaxis=plots.axis(title={"text": "FLOPs per byte"}, type="log", tickformat="~r", dtick="D2"),
-        yaxis=plots.axis(title={"text": "TFLOP/s of a rank"}, type="log", tickformat="~r", dtick="D2"),
+        xaxis=log_axis("FLOPs per byte", [x[0], x[-1]]),
+        yaxis=log_axis("TFLOP/s of a rank", [x[0] * bytes_per_second, peak]),
         **LEGEND_BELOW,
     )
     caption = (
@@ -73,7 +73,9 @@ def roofline_figure(training: Training, split: LayerSplit) -> Figure:
         "longer. A product's backward has the same intensity. Norms and activation functions are bound by memory, at "
         f"{1 / price.seconds_per_byte / TERA:.3g} TB/s."
     )
-    return Figure("layer_roofline", "Roofline of a layer, split 1", caption, 420, tuple(traces), layout)
+    return Figure(
+        "layer_roofline", "Roofline of a layer, split 1", caption, 340 + 10 * len(traces), tuple(traces), layout
+    )
 
 
 def device_roofs(training: Training) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from shardwright.report.units import axis_time_unit, time_text
 
 MAX_ROWS = 16
 MAX_PASSES = 180  # of a row; of a longer step, the first and the last are drawn
+MAX_NUMBERED_PASSES = 48  # of a row; only longer bars have room for the number of a micro-batch
 LEAST_OPACITY = 0.4  # of a rank's last chunk
 GAP = 0.02  # between the beginning and the end, of the width
 DIRECTIONS = ((True, "forward", "var(--hue0)"), (False, "backward", "var(--hue2)"))
@@ -136,6 +137,7 @@ def _pass_traces(
     split: LayerSplit, passes: Sequence[PlayedPass], window: Window, unit_seconds: float
 ) -> Iterator[dict[str, Any]]:
     degrees = split.degrees
+    num_of_row = 2 * degrees.micro_batches(split.batch) * degrees.num_chunks
     paler = (1 - LEAST_OPACITY) / max(1, degrees.num_chunks - 1)
     layers = [chunk_text(degrees.chunk_layers(chunk)) for chunk in range(len(degrees.cuts))]
     for is_forward, name, color in DIRECTIONS:
@@ -145,7 +147,7 @@ def _pass_traces(
         opacities = [1 - paler * (each.chunk // degrees.pipeline) for each in own]
         yield _bars(name, own, window, unit_seconds) | {
             "y": [f"{each.rank}" for each in own],
-            "text": [f"{each.micro}" for each in own],
+            "text": [f"{each.micro}" for each in own] if num_of_row <= MAX_NUMBERED_PASSES else "",
             "hovertext": [
                 f"{name} of micro-batch {each.micro}, rank {each.rank}<br>chunk {each.chunk}: {layers[each.chunk]}<br>"
                 f"{time_text(each.end - each.start)}, from {time_text(each.start)}"

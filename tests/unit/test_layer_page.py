@@ -144,6 +144,13 @@ def test_a_long_timeline_has_only_the_beginning_and_the_end():
     assert "left out" in figure.caption and "16 of 32 pipeline ranks" in figure.caption
 
 
+@pytest.mark.parametrize("num, has_numbers", [(24, True), (25, False)])
+def test_bars_have_the_numbers_of_micro_batches_where_there_is_room(num, has_numbers):
+    few = replace(training(pipeline=1, data=1, tensor=8, context=2, micro=1), sequences=num)
+    bars = timeline_figure(few, search(few).splits[0]).data[0]
+    assert bars["text"] == ([f"{micro}" for micro in range(num)] if has_numbers else "")
+
+
 def test_rows_and_windows_of_a_timeline():
     assert shown_ranks(3) == [0, 1, 2]
     assert len(set(shown_ranks(64))) == MAX_ROWS and shown_ranks(64)[-1] == 63
@@ -194,6 +201,7 @@ def test_the_page_has_notes_figures_and_tables(result, tmp_path):
 
 def test_without_a_split_that_fits_the_page_has_the_search(tmp_path):
     result = search(training(memory=4e9, host=0.0))
+    assert layer_plan.figures(replace(result, oversized=())) == ()
     assert not result.splits and layer_plan.grids(result) == ()
     assert [figure.name for figure in layer_plan.figures(result)] == ["layer_search"]
     assert 'id="layer_search"' in layer_plan.render(result, tmp_path / "plan.html", []).read_text()
