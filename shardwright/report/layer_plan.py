@@ -10,7 +10,7 @@ from shardwright.planner.layers.step_time import Part, step_parts
 from shardwright.report import html_template, layer_figures
 from shardwright.report.html_template import Grid
 from shardwright.report.layer_figures import GIB
-from shardwright.report.layer_names import PART_NAMES, degrees_name, max_offload, sharding_name
+from shardwright.planner.layers.layer_names import PART_NAMES, degrees_name, max_offload, sharding_name
 from shardwright.report.layer_roofline import roofline_figure
 from shardwright.report.layer_timeline import timeline_figure
 from shardwright.report.plots import Figure

@@ -15,7 +15,7 @@ from shardwright.planner.price import primitives
 from shardwright.report import plots
 from shardwright.report.expert_roofline import MARKERS
 from shardwright.report.layer_figures import LEGEND_BELOW, log_axis
-from shardwright.report.layer_names import degrees_name
+from shardwright.planner.layers.layer_names import degrees_name
 from shardwright.report.plots import Figure
 from shardwright.report.units import time_text
 from shardwright.spec.transformer import Transformer

@@ -11,7 +11,7 @@ from shardwright.planner.layers.layer_search import SearchResult, SplitPins, Tra
 from shardwright.planner.layers.layer_time import layer_products
 from shardwright.report import layer_figures, layer_plan
 from shardwright.report.html_template import Grid
-from shardwright.report.layer_names import degrees_name, describe_split, sharding_name
+from shardwright.planner.layers.layer_names import degrees_name, describe_split, sharding_name
 from shardwright.report.layer_roofline import device_roofs, layer_works, product_names
 from shardwright.report.layer_timeline import MAX_PASSES, MAX_ROWS, shown_ranks, step_windows, timeline_figure
 from shardwright.report.terminal import rich_table

@@ -1,52 +1,17 @@
 """Why a split of a model of layers was chosen, and why another one is slower or does not fit, in sentences."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
-from shardwright.planner.layers.degrees import Degrees
+from shardwright.planner.layers.layer_names import PART_NAMES, describe_split, sharding_name
 from shardwright.planner.layers.layer_search import LayerSplit, SearchResult, Training
 from shardwright.planner.layers.memory import StageMemory
 from shardwright.planner.layers.step_time import PARTS, Part, step_parts
 
-PART_NAMES: Mapping[Part, str] = MappingProxyType(
-    {
-        "products": "matrix products",
-        "attention": "attention",
-        "memory": "memory-bound operations",
-        "tensor": "exposed tensor-parallel collectives",
-        "context": "exposed context-parallel collectives",
-        "experts": "exchange of experts' rows",
-        "sharded weights": "exposed all-gathers of weights and reduce-scatters of gradients (ZeRO-3)",
-        "chunks": "launches of chunks",
-        "offload": "exposed copies to the host",
-        "bubble": "pipeline bubble",
-        "gradients": "exposed data-parallel collectives",
-        "optimizer": "optimizer",
-    }
-)
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits", "gathered")
+GIB = 1 << 30
 MIN_CHANGE = 0.003  # of a step: smaller differences are not named
 NUM_CHANGES = 3
-
-
-def degrees_text(split: LayerSplit) -> str:
-    """Such as "tensor 2, pipeline 8 x 5, data 16, micro-batch 1, ZeRO-1, full recomputation"."""
-    degrees, batch = split.degrees, split.batch
-    names = [f"{name} {getattr(degrees, name)}" for name in ("tensor", "context") if getattr(degrees, name) > 1]
-    if degrees.pipeline > 1:
-        names.append(f"pipeline {degrees.pipeline} x {degrees.num_chunks}")
-    names += [f"data {degrees.data}", *([f"expert {degrees.expert}"] if degrees.expert > 1 else [])]
-    names += [f"micro-batch {batch.micro_sequences}", sharding_text(degrees)]
-    names += [f"{degrees.recompute} recomputation"] if degrees.recompute != "none" else []
-    names += [f"{max(degrees.offload):.0%} offloaded"] if any(degrees.offload) else []
-    return ", ".join(names)
-
-
-def sharding_text(degrees: Degrees) -> str:
-    if degrees.zero == 3 and degrees.shard:
-        return f"HSDP {degrees.replicas // degrees.shard} x {degrees.shard}"
-    return f"ZeRO-{degrees.zero}"
 
 
 def split_reasons(result: SearchResult, num: int = 5) -> Iterator[str]:
@@ -56,11 +21,11 @@ def split_reasons(result: SearchResult, num: int = 5) -> Iterator[str]:
         return
     best = result.splits[0]
     closest = faster_oversized(result, best)
-    yield f"1: {degrees_text(best)}: the shortest step of {len(result.splits):,} configurations that fit" + (
+    yield f"1: {describe_split(best)}: the shortest step of {len(result.splits):,} configurations that fit" + (
         f"; {closest}" if closest else ""
     )
     for place, split in enumerate(result.splits[1:num], 2):
-        yield f"{place}: {degrees_text(split)}: {slowdown_text(result.training, split, best)}"
+        yield f"{place}: {describe_split(split)}: {slowdown_text(result.training, split, best)}"
 
 
 def slowdown_text(training: Training, split: LayerSplit, best: LayerSplit) -> str:
@@ -102,7 +67,7 @@ def _changed_names(split: LayerSplit, best: LayerSplit) -> list[str]:
             "data": each.degrees.data,
             "expert": each.degrees.expert,
             "micro-batch": each.batch.micro_sequences,
-            "states": sharding_text(each.degrees),
+            "states": sharding_name(each.degrees),
             "recomputation": each.degrees.recompute,
         }
         for each in (split, best)
@@ -114,15 +79,15 @@ def overflow_text(training: Training, split: LayerSplit) -> str:
     """By what a split does not fit: the fullest pipeline rank, and its largest components; or host memory."""
     number, stage = max(enumerate(split.memory), key=lambda numbered: numbered[1].total)
     if stage.total <= training.memory_bytes * (1 + 1e-9):
-        return f"offload needs {split.host_bytes / 1e9:.1f} GB of {training.host_bytes / 1e9:.1f} GB of host memory"
+        return f"offload needs {split.host_bytes / GIB:.1f} of {training.host_bytes / GIB:.1f} GiB of host memory"
     where = f"pipeline rank {number} needs" if len(split.memory) > 1 else "a rank needs"
-    return f"{where} {stage.total / 1e9:.1f} GB of {training.memory_bytes / 1e9:.1f} ({components_text(stage)})"
+    return f"{where} {stage.total / GIB:.1f} of {training.memory_bytes / GIB:.1f} GiB ({components_text(stage)})"
 
 
 def components_text(stage: StageMemory, num: int = 2) -> str:
     """The largest components of a rank's memory."""
     sizes = sorted(((getattr(stage, name), name) for name in COMPONENTS), reverse=True)
-    return ", ".join(f"{name} {size / 1e9:.1f}" for size, name in sizes[:num])
+    return ", ".join(f"{name} {size / GIB:.1f}" for size, name in sizes[:num])
 
 
 def no_split_text(result: SearchResult) -> str:
@@ -138,7 +103,7 @@ def no_split_text(result: SearchResult) -> str:
     least = min(result.oversized, key=lambda split: split.fullest.total)
     remedy = "use more ranks" if training.host_bytes else "use more ranks, or allow offload to host memory"
     return (
-        f"none of {len(result.oversized):,} configurations fits; that with the least memory: {degrees_text(least)}: "
+        f"none of {len(result.oversized):,} configurations fits; that with the least memory: {describe_split(least)}: "
         f"{overflow_text(training, least)}; {remedy}"
     )
 
@@ -149,12 +114,12 @@ def explain_pins(result: SearchResult, pinned: SearchResult) -> Iterator[str]:
     if not pinned.splits:
         yield f"{given}: {no_split_text(pinned)}"
         if result.splits:
-            yield f"without pins the best is {degrees_text(result.splits[0])}"
+            yield f"without pins the best is {describe_split(result.splits[0])}"
         return
     split, best = pinned.splits[0], result.splits[0]
     place = 1 + sum(each.step.total < split.step.total for each in result.splits)
     yield (
-        f"{given}: its best is number {place} of {len(result.splits):,}: {degrees_text(split)}: "
+        f"{given}: its best is number {place} of {len(result.splits):,}: {describe_split(split)}: "
         f"{slowdown_text(pinned.training, split, best)}"
     )
     faster = faster_oversized(pinned, split)
