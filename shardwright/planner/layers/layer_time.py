@@ -74,7 +74,7 @@ class LayerTimer:
         d = self.degrees
         sharding = (d.zero, d.num_shards, d.replicas) if d.zero >= 2 else ()
         key = (
-            *(self.model.has_experts(layer), d.tensor, d.context, d.expert, d.recompute),
+            *(self.model.has_experts(layer), d.tensor, d.sequence_parallel, d.context, d.expert, d.recompute),
             *(self.batch.micro_sequences, sharding),
         )
         if key not in self.priced:
@@ -132,22 +132,23 @@ class LayerTimer:
         experts = self.model.experts if self.model.has_experts(layer) else None
         width = experts.intermediate * (experts.chosen + experts.shared) if experts else self.model.intermediate
         activation = width * (ACTIVATION_VALUES if self.model.gated else ACTIVATION_VALUES - 1)
-        values = NORM_VALUES * self.model.hidden + activation
+        hidden = self.model.hidden * (1 if self.degrees.sequence_parallel else self.degrees.tensor)
+        values = NORM_VALUES * hidden + activation
         rate = primitives.find_price(self.cluster.device, "matmul", DTYPE).seconds_per_byte
         again = 0.0  # recomputed in the backward
         if self.degrees.recompute == "memory-bound":
-            again = 2 * 2 * self.model.hidden + activation
+            again = 2 * 2 * hidden + activation
         forward, backward = (
             VALUE_BYTES * part * self.tokens / self.degrees.tensor * rate for part in (values, 2 * values + again)
         )
         return PassSeconds(forward, backward)
 
     def _tensor_collectives(self) -> PassSeconds:
-        """Forward: two all-gathers and two reduce-scatters; backward the same, and two all-gathers for the gradients of
-        weights."""
+        """Forward: two all-gathers and two reduce-scatters, or two all-reduces without sequence parallelism; backward
+        the same, and with it two all-gathers for the gradients of weights."""
         links = group_links(self.cluster, self.degrees.tensor, 1, self.degrees.num_ranks // self.degrees.tensor)
         seconds = self.overheads.exposed * ring_seconds(links, VALUE_BYTES * self.tokens * self.model.hidden)
-        return PassSeconds(4 * seconds, 6 * seconds)
+        return PassSeconds(4 * seconds, (6 if self.degrees.sequence_parallel else 4) * seconds)
 
     def _context_collectives(self) -> PassSeconds:
         """All-gathers of keys and values, again in the backward, and the reduce-scatter of their gradients."""
