@@ -1,7 +1,9 @@
 """Measure what a transformer's layers need: matrix products of their shapes, and fused attention, in bfloat16."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import product as product_of
+from types import MappingProxyType
 
 import torch
 from torch.nn import functional
@@ -12,10 +14,26 @@ from shardwright.measure.timing import Clock
 from shardwright.spec.cluster import Price
 
 DTYPE = torch.bfloat16
-WIDTHS = {"cuda": (1024, 4096, 8192, 16_384), "cpu": (256, 1024, 4096)}  # channels of a layer, or of a rank's part
-TOKENS = {"cuda": (2048, 8192, 32_768), "cpu": (256, 1024)}  # of a micro-batch on a rank
-LENGTHS = {"cuda": (2048, 8192, 32_768), "cpu": (256, 1024)}
-HEADS, HEAD_CHANNELS = {"cuda": 16, "cpu": 4}, 128
+HEAD_CHANNELS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """`widths`: channels of a layer, or of a rank's part of it; `tokens`: of a micro-batch on a rank; `lengths`: of
+    sequences."""
+
+    widths: tuple[int, ...]
+    tokens: tuple[int, ...]
+    lengths: tuple[int, ...]
+    heads: int
+
+
+SIZES = MappingProxyType(
+    {
+        "cuda": LayerSizes((1024, 4096, 8192, 16_384), (2048, 8192, 32_768), (2048, 8192, 32_768), 16),
+        "cpu": LayerSizes((256, 1024, 4096), (256, 1024), (256, 1024), 4),
+    }
+)
 
 
 def measure_layer_prices(clock: Clock, device: torch.device) -> list[Price]:
@@ -30,22 +48,23 @@ def measure_layer_prices(clock: Clock, device: torch.device) -> list[Price]:
 
 def product_shapes(kind: str) -> list[tuple[int, int, int]]:
     """Of layers' forward, and of the gradients of their weights, which sum over tokens."""
-    sizes = [(tokens, k, n) for tokens, k, n in product_of(TOKENS[kind], WIDTHS[kind], WIDTHS[kind])]
-    return [*sizes, *((k, tokens, n) for tokens, k, n in sizes if tokens == TOKENS[kind][-1])]
+    sizes = SIZES[kind]
+    products = [*product_of(sizes.tokens, sizes.widths, sizes.widths)]
+    return [*products, *((k, tokens, n) for tokens, k, n in products if tokens == sizes.tokens[-1])]
 
 
 def _attention_calls(device: torch.device) -> Iterator[tuple[tuple[int, int, int], Callable[[], object]]]:
-    heads = HEADS[device.type]
-    for length in LENGTHS[device.type]:
+    heads = SIZES[device.type].heads
+    for length in SIZES[device.type].lengths:
         queries, keys, values = (
             torch.randn(1, heads, length, HEAD_CHANNELS, dtype=DTYPE, device=device).requires_grad_() for _ in range(3)
         )
         yield (heads * length, HEAD_CHANNELS, length), _forward_and_backward(queries, keys, values)
 
 
-def _forward_and_backward(*inputs: torch.Tensor) -> Callable[[], object]:
+def _forward_and_backward(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Callable[[], object]:
     def call() -> None:
-        outputs = functional.scaled_dot_product_attention(*inputs, is_causal=True)
-        torch.autograd.grad(outputs, inputs, outputs)
+        outputs = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        torch.autograd.grad(outputs, (queries, keys, values), outputs)
 
     return call

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from shardwright.planner.layers.layer_names import PART_NAMES, degrees_name, describe_split
 from shardwright.planner.layers.layer_search import NUM_PLAYED, LayerSplit, SearchResult, Training
 from shardwright.planner.layers.step_time import Part, step_parts
 from shardwright.report import plots
-from shardwright.planner.layers.layer_names import PART_NAMES, degrees_name, describe_split
 from shardwright.report.plots import Figure
 from shardwright.report.units import axis_time_unit, bytes_text, time_text
 

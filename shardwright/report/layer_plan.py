@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
+from shardwright.planner.layers.layer_names import PART_NAMES, degrees_name, max_offload, sharding_name
 from shardwright.planner.layers.layer_search import LayerSplit, SearchResult, Training
 from shardwright.planner.layers.memory import StageMemory
 from shardwright.planner.layers.step_time import Part, step_parts
 from shardwright.report import html_template, layer_figures
 from shardwright.report.html_template import Grid
 from shardwright.report.layer_figures import GIB
-from shardwright.planner.layers.layer_names import PART_NAMES, degrees_name, max_offload, sharding_name
 from shardwright.report.layer_roofline import roofline_figure
 from shardwright.report.layer_timeline import timeline_figure
 from shardwright.report.plots import Figure
@@ -18,6 +18,7 @@ from shardwright.report.units import bytes_text, time_text
 from shardwright.spec import files
 
 NUM_BEST = 5
+SHOWN_ROWS = 16  # maximum rows of a grid on a terminal
 BEST_TITLE = "Best splits (PP: ranks x chunks; micro: sequences of a micro-batch; GiB: of the fullest rank)"
 MIN_PART = 1e-9  # of a step; a smaller part is what rounding leaves
 

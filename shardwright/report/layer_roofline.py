@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwright.planner.layers.activations import VALUE_BYTES
+from shardwright.planner.layers.layer_names import degrees_name
 from shardwright.planner.layers.layer_search import LayerSplit, Training
 from shardwright.planner.layers.layer_time import DTYPE, LayerProduct, LayerTimer, layer_products
 from shardwright.planner.price import primitives
 from shardwright.report import plots
 from shardwright.report.expert_roofline import MARKERS
 from shardwright.report.layer_figures import LEGEND_BELOW, log_axis
-from shardwright.planner.layers.layer_names import degrees_name
 from shardwright.report.plots import Figure
 from shardwright.report.units import time_text
 from shardwright.spec.transformer import Transformer

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from shardwright.planner.layers.layer_names import PART_NAMES, describe_split
 from shardwright.planner.layers.layer_search import LayerSplit, Training
 from shardwright.planner.layers.step_time import PlayedPass, chunk_seconds, message_seconds, play
 from shardwright.report import plots
-from shardwright.planner.layers.layer_names import PART_NAMES, describe_split
 from shardwright.report.plots import Figure
 from shardwright.report.units import axis_time_unit, time_text
 

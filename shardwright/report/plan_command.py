@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.console import Console
 
-from shardwright.errors import UserError
+from shardwright.errors import UserError, did_you_mean
 from shardwright.spec import files, presets, routing_trace
 
 if TYPE_CHECKING:
@@ -16,6 +16,18 @@ if TYPE_CHECKING:
 
 ENGINES = ("megatron", "torchtitan")
 EXPORTS = ("torchrec", *ENGINES)
+
+
+class PlanArguments(NamedTuple):
+    """What was asked on the command line. `batch`: 0: the recipe's."""
+
+    recipe: str
+    overrides: Sequence[str]
+    cluster: str
+    batch: int
+    explain: bool
+    export: str
+    output: Path
 
 
 def plan(
@@ -74,9 +86,12 @@ def plan(
     shardwright plan config.json --cluster h800-256 ranks=64 --export megatron
     shardwright plan routing.jsonl --cluster johnny experts.channels=4096 experts.hidden=1536 experts.form=swiglu
     """
+    from shardwright import config
     from shardwright.runtime import layer_request, routing_request
+    from shardwright.spec.transformer import transformer_names
 
-    console = Console(width=max(Console().width, 120))
+    console = Console(width=max(Console().width, 130))
+    arguments = PlanArguments(recipe, overrides or (), cluster, batch, explain, export, output)
     if output.suffix != ".json":
         raise UserError(f"{output}: a plan is a .json file; set --output to a name that ends in .json")
     if export not in ("", *EXPORTS):
@@ -88,10 +103,13 @@ def plan(
     elif layer_request.is_layer_model(recipe):
         options = {"compare": compare, "export torchrec": export == "torchrec"}
         _refuse_options(f"{recipe} is a model of layers", "a model with tables", options)
-        _plan_layers(console, (recipe, overrides or (), cluster, batch), explain, export, output)
+        _plan_layers(console, arguments)
     else:
+        names = [*config.recipes(), *transformer_names()]
+        if not Path(recipe).suffix and recipe not in names:
+            raise UserError(f'no recipe or transformer "{recipe}"{did_you_mean(recipe, names)}')
         _refuse_options(f"{recipe} is no transformer", "a model of layers", {f"export {export}": export in ENGINES})
-        _plan_tables(console, (recipe, overrides or (), cluster, batch), explain, export, (compare, output))
+        _plan_tables(console, arguments, compare)
 
 
 def _refuse_options(subject: str, wanted: str, options: Mapping[str, object]) -> None:
@@ -99,31 +117,25 @@ def _refuse_options(subject: str, wanted: str, options: Mapping[str, object]) ->
         raise UserError(f"{subject}: --{given[0]} is for {wanted}; drop it")
 
 
-def _plan_tables(
-    console: Console,
-    request: tuple[str, Sequence[str], str, int],
-    explain: bool,
-    export: str,
-    paths: tuple[Path | None, Path],
-) -> None:
-    """Plan a recipe or a workload; `paths`: of a plan to compare with, and of the output."""
+def _plan_tables(console: Console, arguments: PlanArguments, compare: Path | None) -> None:
+    """Plan a recipe or a workload."""
     from shardwright.report import plan as page
     from shardwright.report import terminal
     from shardwright.report.staleness_frontier import describe_frontier
     from shardwright.runtime import routing_request
     from shardwright.runtime.planning import read_plan_request
 
-    compare, output = paths
-    planning = read_plan_request(*request)
+    output = arguments.output
+    planning = read_plan_request(*arguments[:4])
     result = planning.make_plan()
-    torchrec = planning.make_plan(torchrec=True) if export else None
+    torchrec = planning.make_plan(torchrec=True) if arguments.export else None
     other = page.read_other_plan(result, compare) if compare else None
     result.plan.verify(result.candidate.problem.workload)
     files.write(result.plan, output)
     stale = describe_frontier(result)
-    _print_tables(console, page.table_plan_grid(result), 0 if explain else page.SHOWN_ROWS)
+    _print_tables(console, page.table_plan_grid(result), 0 if arguments.explain else page.SHOWN_ROWS)
     bounds = "What bounds the step", page.bound_grid(result)
-    for title, grid in (*page.dense_grids(result, explain), bounds, *stale.grids):
+    for title, grid in (*page.dense_grids(result, arguments.explain), bounds, *stale.grids):
         console.print(terminal.rich_table(title, grid))
     if other:
         console.print(terminal.rich_table("Compared", page.comparison_grid(result, other)))
@@ -161,9 +173,7 @@ def _print_gains(console: Console, gains: "RoutingGains", output: Path, *, has_p
         console.print(f"page  {routing.render(gains, output.with_suffix('.html'))}", highlight=False, soft_wrap=True)
 
 
-def _plan_layers(
-    console: Console, request: tuple[str, Sequence[str], str, int], explain: bool, export: str, output: Path
-) -> None:
+def _plan_layers(console: Console, arguments: PlanArguments) -> None:
     """Plan a transformer, and write the flags of another engine, if wanted."""
     from shardwright.planner.layers import layer_reasons
     from shardwright.planner.layers.layer_plan import make_layer_plan, untrained_roles
@@ -173,11 +183,12 @@ def _plan_layers(
     from shardwright.report import terminal
     from shardwright.runtime.layer_request import read_layer_request
 
-    training, assumed = read_layer_request(*request, can_offload=not export)
+    output = arguments.output
+    training, assumed = read_layer_request(*arguments[:4], can_offload=not arguments.export)
     with console.status("searching") as status:
         result = search(training, lambda line: status.update(f"searching: {line}"))
         free = None
-        if explain and training.pins.given:
+        if arguments.explain and training.pins.fixed_values:
             free = search(layer_reasons.without_pins(training), lambda line: status.update(f"without pins: {line}"))
     if not result.splits:
         raise UserError("; ".join(layer_reasons.explain_pins(free, result)) if free else no_split_text(result))
@@ -185,7 +196,9 @@ def _plan_layers(
     layer_plan = make_layer_plan(training, result.splits[0], [("split", reason) for reason in reasons])
     files.write(layer_plan, output)
     for title, grid in page.grids(result):
-        console.print(terminal.rich_table(title, grid))
+        console.print(terminal.rich_table(title, grid, page.SHOWN_ROWS))
+        if len(grid.rows) > page.SHOWN_ROWS:
+            console.print(f"... and {len(grid.rows) - page.SHOWN_ROWS} more on the page", highlight=False)
     notes = [*reasons, *assumed, *layer_reasons.assumption_notes(training)]
     if roles := untrained_roles(layer_plan):
         notes.append(f"this version plans {', '.join(roles)}, and cannot train with them yet")

@@ -1,5 +1,8 @@
 """Requests for plans of models of layers: a transformer by name or config.json, a cluster, and keys such as `ranks=64`,
-`length=8192`, `pins.tensor=8`."""
+`length=8192`, `pins.tensor=8`.
+
+Shape legend: S source ranks, E experts.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -7,11 +7,11 @@ import pytest
 from rich.console import Console
 
 from shardwright.planner.layers.degrees import Degrees, SequenceBatch
+from shardwright.planner.layers.layer_names import degrees_name, describe_split, sharding_name
 from shardwright.planner.layers.layer_search import SearchResult, SplitPins, Training, search
 from shardwright.planner.layers.layer_time import layer_products
 from shardwright.report import layer_figures, layer_plan
 from shardwright.report.html_template import Grid
-from shardwright.planner.layers.layer_names import degrees_name, describe_split, sharding_name
 from shardwright.report.layer_roofline import device_roofs, layer_works, product_names
 from shardwright.report.layer_timeline import MAX_PASSES, MAX_ROWS, shown_ranks, step_windows, timeline_figure
 from shardwright.report.terminal import rich_table

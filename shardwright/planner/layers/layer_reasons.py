@@ -94,7 +94,7 @@ def no_split_text(result: SearchResult) -> str:
     """Why nothing fits: the configuration that needs least."""
     training = result.training
     if not result.oversized:
-        given = ", ".join(f"pins.{name}={value}" for name, value in training.pins.given.items())
+        given = ", ".join(f"pins.{name}={value}" for name, value in training.pins.fixed_values.items())
         return (
             f"no way to split {training.model.name} over {training.num_ranks} ranks with {training.sequences} "
             f"sequences of {training.length}{f' and {given}' if given else ''}: degrees must divide ranks, heads, "
@@ -103,14 +103,14 @@ def no_split_text(result: SearchResult) -> str:
     least = min(result.oversized, key=lambda split: split.fullest.total)
     remedy = "use more ranks" if training.host_bytes else "use more ranks, or allow offload to host memory"
     return (
-        f"none of {len(result.oversized):,} configurations fits; that with the least memory: {describe_split(least)}: "
+        f"none of {len(result.oversized):,} configurations fit; that with the least memory: {describe_split(least)}: "
         f"{overflow_text(training, least)}; {remedy}"
     )
 
 
 def explain_pins(result: SearchResult, pinned: SearchResult) -> Iterator[str]:
     """How the best with the pinned degrees compares with the best of all: why it is slower, or does not fit."""
-    given = ", ".join(f"{name} {value}" for name, value in pinned.training.pins.given.items())
+    given = ", ".join(f"{name} {value}" for name, value in pinned.training.pins.fixed_values.items())
     if not pinned.splits:
         yield f"{given}: {no_split_text(pinned)}"
         if result.splits:

@@ -25,7 +25,7 @@ NUM_PLAYED = 60
 
 @dataclass(frozen=True, slots=True)
 class SplitPins:
-    """What a user fixes of a split; 0 and "": free. `chunks`: of a pipeline rank. `micro`: sequences of a
+    """What a user fixes of a split; 0 and None: free. `chunks`: of a pipeline rank. `micro`: sequences of a
     micro-batch."""
 
     tensor: int = 0
@@ -36,17 +36,17 @@ class SplitPins:
     expert: int = 0
     micro: int = 0
     zero: Literal[0, 1, 3] = 0
-    recompute: Recomputation | Literal[""] = ""
+    recompute: Recomputation | None = None
 
     @property
-    def given(self) -> dict[str, int | str]:
+    def fixed_values(self) -> dict[str, int | str]:
         """Those that are fixed, by name."""
         return {name: value for name in (each.name for each in fields(self)) if (value := getattr(self, name))}
 
     def allow(self, degrees: Degrees, batch: SequenceBatch) -> bool:
-        chosen = {name: getattr(degrees, name, 0) for name in self.given}
+        chosen = {name: getattr(degrees, name, 0) for name in self.fixed_values}
         chosen |= {"chunks": degrees.num_chunks, "micro": batch.micro_sequences}
-        return all(chosen[name] == value for name, value in self.given.items())
+        return all(chosen[name] == value for name, value in self.fixed_values.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def _all_shardings(training: Training, shape: Degrees) -> Iterator[tuple[Literal
 
 def _all_cuts(layers: int, pipeline: int) -> Iterator[tuple[int, ...]]:
     """Chunks of equally many layers; also with one layer less in the last, or in the first and the last, which have the
-    head and the embedding."""
+    head and the embedding; with one or two chunks on a rank also if sizes differ by one elsewhere."""
     if pipeline == 1:
         yield (layers,)
         return
@@ -182,6 +182,8 @@ def _all_cuts(layers: int, pipeline: int) -> Iterator[tuple[int, ...]]:
         elif (layers + 2) % chunks == 0 and layers + 2 > chunks:
             inner = (layers + 2) // chunks
             yield (inner - 1, *[inner] * (chunks - 2), inner - 1)
+        elif chunks <= 2 * pipeline:
+            yield even_cuts(layers, chunks)
 
 
 def _expert_degrees(model: Transformer, shape: Degrees) -> list[int]:

@@ -44,7 +44,7 @@ class PassSeconds:
     def total(self) -> float:
         return self.forward + self.backward
 
-    def scaled(self, factor: float) -> "PassSeconds":
+    def scale(self, factor: float) -> "PassSeconds":
         return PassSeconds(self.forward * factor, self.backward * factor)
 
 

@@ -53,13 +53,13 @@ def chunk_seconds(timer: LayerTimer) -> list[PassSeconds]:
     for chunk in range(len(timer.degrees.cuts)):
         seconds = PassSeconds(timer.overheads.chunk_seconds / 3, timer.overheads.chunk_seconds * 2 / 3)
         for layer, num in timer.model.layer_kinds(timer.degrees.chunk_layers(chunk)):
-            seconds += timer.layer_seconds(layer).scaled(num)
+            seconds += timer.layer_seconds(layer).scale(num)
         chunks.append(seconds)
     chunks[-1] += timer.head()
     if any(timer.degrees.offload):
         copies = [max(host_copies(timer, chunk)) for chunk in range(len(chunks))]
         chunks = [
-            seconds if copy <= seconds.total else seconds.scaled(copy / seconds.total)
+            seconds if copy <= seconds.total else seconds.scale(copy / seconds.total)
             for seconds, copy in zip(chunks, copies, strict=True)
         ]
     return chunks
@@ -137,7 +137,7 @@ def step_seconds(timer: LayerTimer) -> StepSeconds:
     busy, ranks = busiest_rank(chunks, degrees.pipeline)[1], range(degrees.pipeline)
     return StepSeconds(
         passes=passes,
-        bubble=1 - micro_batches * busy / passes,
+        bubble=max(0.0, 1 - micro_batches * busy / passes),
         gradients=max(gradient_seconds(timer, rank) for rank in ranks),
         optimizer=max(optimizer_seconds(timer, rank) for rank in ranks),
         offload=exposed_copies(timer, chunks),
