@@ -1,0 +1,80 @@
+"""Arguments of a training engine: those that make it run a split, and a user's by name."""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwright.errors import UserError
+from shardwright.planner.layers.layer_search import LayerSplit
+
+WHOLE_NUMBER = re.compile(r"\d{1,15}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFlags:
+    """`flags`: each with its values, quoted for a shell. `notes`: what a user has to add, and where the engine does not
+    do what was planned."""
+
+    flags: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> list[str]:
+        """The flags as a program receives them."""
+        return split_flags(self.flags)
+
+
+def offload_notes(split: LayerSplit, remedy: str) -> Iterator[str]:
+    """That no flag offloads activations as planned; `remedy`: what the engine has in its place."""
+    if any(split.degrees.offload):
+        moved = ", ".join(f"{stage.host / 1e9:.1f}" for stage in split.memory)
+        yield f"the plan moves {moved} GB of activations to the host, by pipeline rank; no flag here does so: {remedy}"
+
+
+def split_flags(tokens: Sequence[str]) -> list[str]:
+    """Split entries that hold a flag and its values; others stay as they are."""
+    return [part for token in tokens for part in (shlex.split(token) if re.match(r"--\S+\s", token) else [token])]
+
+
+@dataclass(frozen=True, slots=True)
+class FlagValues:
+    """Values of each flag that is given; of a repeated flag, the last ones."""
+
+    values: Mapping[str, tuple[str, ...]]
+
+    def has(self, name: str) -> bool:
+        return name in self.values
+
+    def text(self, name: str, default: str = "") -> str:
+        return next(iter(self.values.get(name, ())), default)
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """Without a default, the flag must be given."""
+        if name not in self.values:
+            if default is None:
+                raise UserError(f"no {name}; add it")
+            return default
+        text = self.text(name)
+        if not WHOLE_NUMBER.fullmatch(text):
+            raise UserError(f"{name} is {text!r}; wanted a whole number")
+        return int(text)
+
+    def degree(self, name: str, default: int | None = None) -> int:
+        """A number of at least 1."""
+        if (value := self.number(name, default)) < 1:
+            raise UserError(f"{name} is {value}; wanted 1 or more")
+        return value
+
+
+def parse_flags(tokens: Sequence[str]) -> FlagValues:
+    """`tokens`: arguments as a program receives them, or entries of EngineFlags."""
+    values: dict[str, tuple[str, ...]] = {}
+    name = ""
+    for token in split_flags(tokens):
+        if token.startswith("--"):
+            name, has_value, value = token.partition("=")
+            values[name] = (value,) if has_value else ()
+        elif name:
+            values[name] += (token,)
+    return FlagValues(values)
