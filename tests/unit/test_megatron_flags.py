@@ -33,7 +33,7 @@ DEEPSEEK_DEGREES = Degrees((3, *(4,) * 14, 2), tensor=2, pipeline=16, data=16, e
 LLAMA = (
     "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention "
     "--num-query-groups 8 --vocab-size 32000 --seq-length 4096 --micro-batch-size 1 --global-batch-size 256 --swiglu "
-    "--untie-embeddings-and-output-weights --use-distributed-optimizer"
+    "--untie-embeddings-and-output-weights --use-distributed-optimizer --attention-dropout 0.0 --hidden-dropout 0"
 )
 DEEPSEEK_FLAGS = """
 --num-layers 61
@@ -230,26 +230,49 @@ def test_cuts_that_count_embedding_and_loss_as_layers():
     assert read_megatron_flags(shlex.split(flags), 64).degrees.cuts == (9, 10, 10, 10, 10, 10, 10, 9)
 
 
-def test_a_script_of_a_user():
-    script = """torchrun --nproc_per_node 8 pretrain_gpt.py \\
+def test_a_command_of_a_user():
+    command = """torchrun --nproc_per_node 8 pretrain_gpt.py \\
         --tensor-model-parallel-size=8 --sequence-parallel --pipeline-model-parallel-size 2 \\
-        --data-path /data/a /data/b --fp8-format hybrid --tp-comm-overlap --lr 3.0e-4 --attention-dropout 0.0 \\
-        --hidden-dropout 0.1 --recompute-activations --optimizer adam --num-layers 80"""
-    job = read_llama(script)
+        --data-path /data/a /data/b --fp8-format hybrid --tp-comm-overlap --lr 3.0e-4 --hidden-dropout 0.1 \\
+        --recompute-activations --optimizer adam --num-layers 80"""
+    job = read_llama(command)
     assert (job.degrees.tensor, job.degrees.pipeline, job.degrees.data) == (8, 2, 4)
     assert job.degrees.sequence_parallel and job.degrees.zero == 1 and job.degrees.recompute == "scores"
-    assert job.ignored == ("--fp8-format hybrid", "--tp-comm-overlap", "--hidden-dropout 0.1")
+    assert {*job.ignored} == {"--fp8-format hybrid", "--tp-comm-overlap", "--hidden-dropout 0.1"}
     assert not read_llama("--tensor-model-parallel-size 8").degrees.sequence_parallel
 
 
-def test_values_that_are_read_only_nearly_are_listed():
-    job = read_llama(
-        "--recompute-granularity full --recompute-method block --recompute-num-layers 4 --optimizer muon "
-        "--expert-tensor-parallel-size 8"
+def test_a_script_of_a_user():
+    script = f"""#!/bin/bash
+    export TP=4
+    CP=${{CP:-"2"}}  # from outside, or this
+    OLD_STYLE="
+        --bf16
+        --pipeline-model-parallel-size 2
+    "
+    MODEL_ARGS=({LLAMA}
+        --tensor-model-parallel-size $TP --context-parallel-size ${{CP}}
+        --overlap-grad-reduce
     )
-    assert job.degrees.recompute == "full" and len(job.ignored) == 4
+    MODEL_ARGS+=("--fp8-format hybrid")
+    torchrun --nnodes 8 pretrain_gpt.py ${{MODEL_ARGS[@]}} $OLD_STYLE --save $1
+    """
+    job = read_megatron_flags(shlex.split(script, comments=True), 64)
+    degrees = job.degrees
+    assert (degrees.tensor, degrees.context, degrees.pipeline, degrees.data) == (4, 2, 2, 4)
+    assert job.ignored == ("--overlap-grad-reduce", "--fp8-format hybrid")
+
+
+def test_values_that_are_read_only_nearly_are_listed():
+    job = read_llama("--recompute-granularity full --recompute-method block --recompute-num-layers 4 --optimizer muon")
+    assert job.degrees.recompute == "full" and len(job.ignored) == 3
     job = read_llama("--recompute-granularity selective --recompute-modules mlp moe")
     assert (job.degrees.recompute, job.ignored) == ("memory-bound", ("--recompute-modules mlp moe",))
+    experts = "--num-experts 8 --tensor-model-parallel-size 4 --sequence-parallel"
+    assert read_llama(experts).ignored == ("--expert-tensor-parallel-size 4 (default)",)
+    assert read_llama(f"{experts} --expert-tensor-parallel-size 1").ignored == ()
+    without = shlex.split(LLAMA.replace("--hidden-dropout 0", ""))
+    assert read_megatron_flags(without, 64).ignored == ("--hidden-dropout 0.1 (default)",)
 
 
 @pytest.mark.parametrize(
@@ -301,10 +324,10 @@ def test_sizes_that_are_missing(flag):
 def drawn_jobs() -> list[tuple[str, Degrees, SequenceBatch]]:
     """Some splits of each model, spread over all that there are, and splits with uneven cuts."""
     jobs = [
-        (name, *splits[number * len(splits) // 6])
+        (name, *splits[number * len(splits) // 4])
         for name in MODELS
         for splits in [every_split(name, 64)]
-        for number in range(6)
+        for number in range(4)
     ]
     return [*jobs, ("deepseek-v3", DEEPSEEK_DEGREES, SequenceBatch(512, 4096))]
 

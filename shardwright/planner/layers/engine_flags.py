@@ -2,13 +2,16 @@
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwright.errors import UserError
 from shardwright.planner.layers.layer_search import LayerSplit
 
 WHOLE_NUMBER = re.compile(r"\d{1,15}")
+VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")  # of a shell: $NAME, ${NAME}, ${NAME:-default}
+ARRAY_END = ")"
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +35,35 @@ def offload_notes(split: LayerSplit, remedy: str) -> Iterator[str]:
         yield f"the plan moves {moved} GB of activations to the host, by pipeline rank; no flag here does so: {remedy}"
 
 
-def split_flags(tokens: Sequence[str]) -> list[str]:
+def split_flags(tokens: Iterable[str]) -> list[str]:
     """Split entries that hold a flag and its values; others stay as they are."""
-    return [part for token in tokens for part in (shlex.split(token) if re.match(r"--\S+\s", token) else [token])]
+    return [part for token in tokens for part in (shlex.split(token) if re.match(r"\s*--\S+\s", token) else [token])]
+
+
+def split_arrays(tokens: Iterable[str]) -> Iterator[str]:
+    """Take NAME=( and NAME+=( of a shell's arrays off their first words, and ) off their last."""
+    for token in tokens:
+        word = re.sub(r"^\w+\+?=\(", "", token.strip())
+        if word.endswith(")") and word.count(")") > word.count("("):
+            yield word[:-1]
+            yield ARRAY_END
+        else:
+            yield word
+
+
+def replace_variables(tokens: Iterable[str]) -> Iterator[str]:
+    """Replace variables of a shell that were assigned before, or that have a default."""
+    values: dict[str, str] = {}
+
+    def value_of(match: re.Match[str]) -> str:
+        name, default, plain_name = match.groups()
+        return values.get(name or plain_name, match[0] if default is None else default)
+
+    for token in tokens:
+        text = VARIABLE.sub(value_of, token)
+        if assignment := ASSIGNMENT.fullmatch(text):
+            values[assignment[1]] = assignment[2]
+        yield text
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +97,15 @@ class FlagValues:
 
 
 def parse_flags(tokens: Sequence[str]) -> FlagValues:
-    """`tokens`: arguments as a program receives them, or entries of EngineFlags."""
+    """`tokens`: arguments as a program receives them, entries of EngineFlags, or words of a shell script."""
     values: dict[str, tuple[str, ...]] = {}
     name = ""
-    for token in split_flags(tokens):
+    for token in split_flags(split_arrays(replace_variables(tokens))):
         if token.startswith("--"):
             name, has_value, value = token.partition("=")
             values[name] = (value,) if has_value else ()
-        elif name:
+        elif token == ARRAY_END:
+            name = ""
+        elif name and token:
             values[name] += (token,)
     return FlagValues(values)

@@ -5,8 +5,9 @@ as ignored; all other unknown flags are skipped.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from shardwright.errors import UserError
@@ -28,17 +29,28 @@ NOT_MODELLED = re.compile(
     | optimizer-cpu-offload | optimizer-offload-fraction | cpu-offloading-num-layers | distribute-saved-activations
     | fine-grained-activation-offloading | moe-layer-recompute | moe-paged-stash
     # overlap and communication
-    | overlap-.* | tp-comm-overlap | delay-wgrad-compute | moe-shared-expert-overlap | cp-comm-type
+    | overlap-.* | tp-comm-overlap | delay-wgrad-compute | moe-shared-expert-overlap
     | hierarchical-context-parallel-sizes | hybrid-context-parallel | no-overlap-p2p-communication
     | moe-flex-dispatcher-backend | moe-enable-deepep | use-tp-pp-dp-mapping | tensor-parallel-num-weight-shards
     | expert-tensor-parallel-num-weight-shards | microbatch-group-size-per-virtual-pipeline-stage
     # model and batch
     | (mtp|mamba|hybrid|linear)-.* | window-size | heterogeneous-layers-config-path | experimental-attention-variant
-    | moe-latent-size | moe-expert-capacity-factor | moe-pad-expert-input-to-capacity | attention-backend
-    | transformer-impl | cross-entropy-loss-fusion | defer-embedding-wgrad-compute | cuda-graph-.*
+    | moe-latent-size | moe-expert-capacity-factor | moe-pad-expert-input-to-capacity
+    | cross-entropy-loss-fusion | defer-embedding-wgrad-compute | cuda-graph-.*
     | rampup-batch-size | step-batch-size-schedule
     )""",
     re.VERBOSE,
+)
+# Flags with the values that are modelled, Megatron-LM's default first.
+MODELLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "--recompute-method": ("uniform",),
+        "--recompute-num-layers": ("1",),
+        "--optimizer": ("adam",),
+        "--attention-backend": ("auto", "flash", "fused"),
+        "--transformer-impl": ("transformer_engine",),
+        "--cp-comm-type": ("p2p", "all_gather"),
+    }
 )
 
 
@@ -53,8 +65,8 @@ class MegatronJob:
 
 
 def read_megatron_flags(tokens: Sequence[str], world_size: int) -> MegatronJob:
-    """`tokens`: arguments as a program receives them, or entries of EngineFlags. Raises UserError if a size is missing
-    or the split is not possible."""
+    """`tokens`: arguments as a program receives them, entries of EngineFlags, or words of a script (shlex.split with
+    comments=True). Raises UserError if a size is missing or the split is not possible."""
     flags = parse_flags(tokens)
     model = _read_model(flags)
     model.verify()
@@ -84,13 +96,20 @@ def _read_model(flags: FlagValues) -> Transformer:
         intermediate=intermediate,
         heads=heads,
         key_value_heads=groups,
-        vocabulary=flags.degree("--padded-vocab-size" if flags.has("--padded-vocab-size") else "--vocab-size"),
+        vocabulary=_read_vocabulary(flags),
         head_channels=head_channels,
         gated=is_gated,
         tied=not flags.has("--untie-embeddings-and-output-weights"),
         experts=_read_experts(flags, layers, intermediate),
         latent=latent,
     )
+
+
+def _read_vocabulary(flags: FlagValues) -> int:
+    name = "--padded-vocab-size" if flags.has("--padded-vocab-size") else "--vocab-size"
+    if not flags.has(name):
+        raise UserError(f"no {name}; add it: tokenizers are not read")
+    return flags.degree(name)
 
 
 def _read_latent(flags: FlagValues) -> LatentAttention | None:
@@ -197,33 +216,25 @@ def _modules(flags: FlagValues) -> set[str]:
 
 
 def _ignored(flags: FlagValues, model: Transformer, degrees: Degrees) -> Iterator[str]:
-    """Flags with their values, as given."""
-    approximate = {*_approximate(flags, model, degrees)}
+    """Flags with their values."""
+    approximate = dict(_approximate(flags, model, degrees))
     for name, values in flags.values.items():
         if NOT_MODELLED.fullmatch(name) or name in approximate:
             yield " ".join([name, *values])
+    yield from (f"{name} {value} (default)" for name, value in approximate.items() if not flags.has(name))
 
 
-def _approximate(flags: FlagValues, model: Transformer, degrees: Degrees) -> Iterator[str]:
+def _approximate(flags: FlagValues, model: Transformer, degrees: Degrees) -> Iterator[tuple[str, str]]:
     """Flags that are read, with values that are not modelled exactly."""
-    if degrees.recompute == "full" and flags.text("--recompute-method") == "block":
-        yield "--recompute-method"
-    if degrees.recompute == "full" and flags.number("--recompute-num-layers", 1) != 1:
-        yield "--recompute-num-layers"
-    exact = {
-        "memory-bound": {*recomputed_modules(model)},
-        "scores": {"core_attn"},
-        "none": set[str](),
-        "full": set[str](),
-    }
-    if flags.text("--recompute-granularity") == "selective" and _modules(flags) != exact[degrees.recompute]:
-        yield "--recompute-modules"
-    if flags.number("--expert-tensor-parallel-size", 1) != 1:
-        yield "--expert-tensor-parallel-size"
-    yield from (f"--{part}-dropout" for part in ("attention", "hidden") if _is_positive(flags, f"--{part}-dropout"))
-    if flags.text("--optimizer") not in ("", "adam"):
-        yield "--optimizer"
-
-
-def _is_positive(flags: FlagValues, name: str) -> bool:
-    return flags.text(name, "0").strip("0.") != ""
+    for name, values in MODELLED.items():
+        if (own := flags.text(name, values[0])) not in values:
+            yield name, own
+    for name in ("--attention-dropout", "--hidden-dropout"):
+        if (own := flags.text(name, "0.1")).strip("0."):
+            yield name, own
+    own = flags.text("--expert-tensor-parallel-size", str(degrees.tensor))
+    if model.experts is not None and own != "1":
+        yield "--expert-tensor-parallel-size", own
+    exact: dict[Recomputation, set[str]] = {"memory-bound": {*recomputed_modules(model)}, "scores": {"core_attn"}}
+    if flags.text("--recompute-granularity") == "selective" and _modules(flags) != exact.get(degrees.recompute, set()):
+        yield "--recompute-modules", ""
