@@ -80,6 +80,30 @@ DEEPSEEK_FLAGS = """
 """
 
 
+COUNTED = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+USER_CUTS = [  # of 80 layers, where flags give no other number
+    ("--pipeline-model-parallel-size 4", (20,) * 4),
+    ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 5", (5,) * 16),
+    ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2", (10,) * 8),
+    (
+        "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 18 --decoder-last-pipeline-num-layers 22",
+        (18, 20, 20, 22),
+    ),
+    (
+        "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 20 "
+        "--decoder-last-pipeline-num-layers 24 --num-virtual-stages-per-pipeline-rank 2",
+        (10, 9, 9, 12) * 2,
+    ),
+    ("--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 38", (42, 38)),
+    ("--pipeline-model-parallel-layout E|(t*20|)*4L --pipeline-model-parallel-size 2", (0, 20, 20, 20, 20, 0)),
+    (f"--num-layers 78 --pipeline-model-parallel-size 4 {COUNTED}", (19, 20, 20, 19)),
+    (
+        f"--num-layers 78 --pipeline-model-parallel-size 4 {COUNTED} --num-layers-per-virtual-pipeline-stage 10",
+        (9, *(10,) * 6, 9),
+    ),
+]
+
+
 def make_split(name: str, degrees: Degrees, batch: SequenceBatch) -> tuple[Training, LayerSplit]:
     training = Training(load_transformer(name), batch.sequences, batch.length, degrees.num_ranks, CLUSTER, 65e9)
     memory = tuple(stage_memory(training.model, batch, degrees, 65e9)) if degrees.offload else ()
@@ -198,36 +222,9 @@ def test_patterns_of_experts_that_are_not_modelled(text):
         parse_dense_layers(text, 4)
 
 
-@pytest.mark.parametrize(
-    "flags, cuts",
-    [
-        ("--pipeline-model-parallel-size 4", (20,) * 4),
-        ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 5", (5,) * 16),
-        ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2", (10,) * 8),
-        (
-            "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 18 "
-            "--decoder-last-pipeline-num-layers 22",
-            (18, 20, 20, 22),
-        ),
-        (
-            "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 20 "
-            "--decoder-last-pipeline-num-layers 24 --num-virtual-stages-per-pipeline-rank 2",
-            (10, 9, 9, 12) * 2,
-        ),
-        ("--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 38", (42, 38)),
-        ("--pipeline-model-parallel-layout E|(t*20|)*4L --pipeline-model-parallel-size 2", (0, 20, 20, 20, 20, 0)),
-    ],
-)
+@pytest.mark.parametrize("flags, cuts", USER_CUTS)
 def test_cuts_of_megatron(flags, cuts):
     assert read_llama(flags).degrees.cuts == cuts
-
-
-def test_cuts_that_count_embedding_and_loss_as_layers():
-    both = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
-    flags = f"{LLAMA.replace('--num-layers 80', '--num-layers 78')} --pipeline-model-parallel-size 4 {both}"
-    assert read_megatron_flags(shlex.split(flags), 64).degrees.cuts == (19, 20, 20, 19)
-    flags += " --num-layers-per-virtual-pipeline-stage 10"
-    assert read_megatron_flags(shlex.split(flags), 64).degrees.cuts == (9, 10, 10, 10, 10, 10, 10, 9)
 
 
 def test_a_command_of_a_user():
@@ -342,12 +339,16 @@ def test_megatron_accepts_the_flags():
             continue
         jobs.append({"tokens": flags.tokens, "world_size": degrees.num_ranks})
         splits.append((name, degrees))
+    own_flags = "--max-position-embeddings 4096 --position-embedding-type rope"
+    jobs += [{"tokens": shlex.split(f"{LLAMA} {own_flags} {flags}"), "world_size": 64} for flags, _ in USER_CUTS]
     script = Path(__file__).parents[1] / "megatron_parser.py"
     command = [sys.executable, str(script), os.environ["MEGATRON_PATH"]]
     run = subprocess.run(command, input=json.dumps(jobs), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     answer = json.loads(run.stdout)
-    for (name, degrees), job, own in zip(splits, jobs, answer["jobs"], strict=True):
+    read_cuts = [own.get("layers", own) for own in answer["jobs"][len(splits) :]]
+    assert read_cuts == [[*cuts] for _, cuts in USER_CUTS]
+    for (name, degrees), job, own in zip(splits, jobs, answer["jobs"], strict=False):
         assert "error" not in own, (name, degrees, own["error"])
         assert own["layers"] == list(degrees.cuts), job
         assert own["data_parallel_size"] == degrees.data and own["ffn_hidden_size"]
