@@ -104,6 +104,12 @@ USER_CUTS = [  # of 80 layers, where flags give no other number
 ]
 
 
+def flag_names() -> set[str]:
+    """Names of the flags that are written or read."""
+    source = "".join(Path(module.__file__).read_text() for module in (megatron, megatron_reader))
+    return {*re.findall(r'"(--[a-z0-9-]*[a-z0-9])[" ]', source)}
+
+
 def make_split(name: str, degrees: Degrees, batch: SequenceBatch) -> tuple[Training, LayerSplit]:
     training = Training(load_transformer(name), batch.sequences, batch.length, degrees.num_ranks, CLUSTER, 65e9)
     memory = tuple(stage_memory(training.model, batch, degrees, 65e9)) if degrees.offload else ()
@@ -296,6 +302,12 @@ def test_sharding_of_megatron(flags, zero, shard):
         ("--tensor-model-parallel-size 3", "64 ranks do not divide by tensor 3"),
         ("--num-distributed-optimizer-instances 5", "wanted a divisor of 64 data and context ranks"),
         ("--pipeline-model-parallel-size 64 --num-layers 81", "chunks of 64 layers; megatron has 81"),
+        (
+            "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 60 "
+            "--decoder-last-pipeline-num-layers 40",
+            "80 layers are too few",
+        ),
+        ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 81", "81 virtual stages"),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy all", "wanted no_shard, optim"),
         (
             "--num-experts 8 --moe-ffn-hidden-size 1000 --moe-shared-expert-intermediate-size 1500",
@@ -353,8 +365,7 @@ def test_megatron_accepts_the_flags():
         assert own["layers"] == list(degrees.cuts), job
         assert own["data_parallel_size"] == degrees.data and own["ffn_hidden_size"]
         assert own["sequence_parallel"] == (degrees.tensor > 1)
-    source = "".join(Path(module.__file__).read_text() for module in (megatron, megatron_reader))
-    names = {*re.findall(r'"(--[a-z0-9-]*[a-z0-9])[" ]', source), *names_not_modelled()}
+    names = flag_names() | names_not_modelled()
     assert len(names) > 90 and names <= {*answer["options"]}, names - {*answer["options"]}
 
 

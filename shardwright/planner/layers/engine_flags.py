@@ -25,7 +25,7 @@ class EngineFlags:
     @property
     def tokens(self) -> list[str]:
         """The flags as a program receives them."""
-        return split_flags(self.flags)
+        return [*split_flags(self.flags)]
 
 
 def offload_notes(split: LayerSplit, remedy: str) -> Iterator[str]:
@@ -35,9 +35,16 @@ def offload_notes(split: LayerSplit, remedy: str) -> Iterator[str]:
         yield f"the plan moves {moved} GB of activations to the host, by pipeline rank; no flag here does so: {remedy}"
 
 
-def split_flags(tokens: Iterable[str]) -> list[str]:
+def split_flags(tokens: Iterable[str]) -> Iterator[str]:
     """Split entries that hold a flag and its values; others stay as they are."""
-    return [part for token in tokens for part in (shlex.split(token) if re.match(r"\s*--\S+\s", token) else [token])]
+    for token in tokens:
+        if not re.match(r"\s*--\S+\s", token):
+            yield token
+            continue
+        try:
+            yield from shlex.split(token)
+        except ValueError:  # an apostrophe
+            yield from token.split()
 
 
 def split_arrays(tokens: Iterable[str]) -> Iterator[str]:

@@ -193,9 +193,13 @@ def _read_cuts(flags: FlagValues, layers: int, pipeline: int) -> tuple[int, ...]
     ranks[0], ranks[-1] = first or ranks[0], last or ranks[-1]
     per_chunk = flags.degree("--num-layers-per-virtual-pipeline-stage", max(1, inner))
     chunks = flags.degree("--num-virtual-stages-per-pipeline-rank", max(1, inner // per_chunk))
+    if chunks > layers:
+        raise UserError(f"{chunks} virtual stages on each pipeline rank; the model has {layers} layers")
     cuts = [ranks[chunk % pipeline] // chunks for chunk in range(pipeline * chunks)]
     cuts[0] -= has_embedding
     cuts[-1] -= has_loss
+    if min(cuts) < 0:
+        raise UserError(f"{layers} layers are too few for pipeline stages of {cuts}")
     return tuple(cuts)
 
 
