@@ -3,7 +3,6 @@
 import errno
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,15 +14,14 @@ from shardwright.data.commands import data
 from shardwright.errors import UserError, check_file_name
 from shardwright.lab.commands import lab
 from shardwright.report.cache_commands import cache_sim
+from shardwright.report.plan_command import plan
 from shardwright.runtime.run.reader import reader
 from shardwright.runtime.run.table_server import serve_tables
 from shardwright.serving import commands as serving
-from shardwright.spec import presets, routing_trace
+from shardwright.spec import presets
 
 if TYPE_CHECKING:
     from shardwright.config import Settings
-    from shardwright.planner.routing_gains import RoutingGains
-    from shardwright.report.html_template import Grid
 
 app = typer.Typer(
     help="Shardwright trains models that outgrow a device.",
@@ -41,6 +39,7 @@ app.add_typer(checkpoint, name="checkpoint")
 app.command()(serving.export)
 app.command()(serving.serve)
 app.command("cache-sim")(cache_sim)
+app.command()(plan)
 app.command("serve-tables")(serve_tables)
 
 
@@ -181,11 +180,15 @@ def _print_preview(settings: "Settings") -> None:
 @app.command()
 def measure(
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write; an existing file is extended.")],
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Also products and attention of transformers, in bfloat16.")
+    ] = False,
 ) -> None:
     """Measure machines: matrix products, memory, disk, and the network between the ranks of this launch.
 
     \b
     shardwright measure -o cluster.toml                              one process on this machine
+    shardwright measure --layers -o cluster.toml                     to plan transformers: docs/layers.md
     torchrun --nproc-per-node 2 -m shardwright.cli measure -o cluster.toml
     shardwright lab run -- shardwright measure -o cluster.toml       every link of the lab
     """
@@ -202,7 +205,10 @@ def measure(
     start = time.monotonic()
     with console.status("measuring") as status:
         cluster = machine.measure_cluster(
-            output.stem, output.resolve().parent, lambda what: status.update(f"measuring {what}")
+            output.stem,
+            output.resolve().parent,
+            lambda what: status.update(f"measuring {what}"),
+            with_layers=layers,
         )
     if not is_first_rank():
         return
@@ -216,114 +222,6 @@ def measure(
     console.print(f"measured in {time.monotonic() - start:.0f} s", highlight=False)
     console.print(f"cluster  {output}", highlight=False, soft_wrap=True)
     console.print(f"page     {page.render(cluster, output.with_suffix('.html'))}", highlight=False, soft_wrap=True)
-
-
-@app.command()
-def plan(
-    recipe: Annotated[
-        str, typer.Argument(help="A built-in recipe, a .toml file, a workload .json, or recorded routing .jsonl.")
-    ],
-    cluster: Annotated[
-        str,
-        typer.Option(
-            help=f"A cluster file of `shardwright measure`, or a preset: {', '.join(presets.cluster_names())}."
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set.")
-    ] = None,
-    batch: Annotated[int, typer.Option(min=0, help="Global batch size. Default: the recipe's.")] = 0,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Print all tables and all parallelism strategies.")
-    ] = False,
-    compare: Annotated[Path | None, typer.Option(help="Compare with another plan of this workload.")] = None,
-    export: Annotated[
-        str, typer.Option(help='"torchrec": also plan for TorchRec, and write that plan as a Python module.')
-    ] = "",
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("plan.json"),
-) -> None:
-    """Plan the sharding of tables and the schedule of a step, and predict its time; write the plan and a page.
-
-    Both also show the predicted step if rows were read from stale copies: docs/staleness.md.
-
-    For recorded routing of experts, predict the gain of copies and of exchange in steps, and place experts:
-    docs/routing.md.
-
-    \b
-    shardwright plan synthetic-dlrm --cluster cluster.toml
-    shardwright plan synthetic-dlrm --cluster zionex-128-a100 --batch 65536 --explain
-    shardwright plan workload.json --cluster cluster.toml allow='["wire.bf16"]' plan.pins.site=row
-    shardwright plan moe-gpt --cluster cluster.toml plan.routing=routing.jsonl
-    shardwright plan routing.jsonl --cluster johnny experts.channels=4096 experts.hidden=1536 experts.form=swiglu
-    """
-    from shardwright.report import plan as page
-    from shardwright.report import terminal
-    from shardwright.report.staleness_frontier import describe_frontier
-    from shardwright.runtime import routing_request
-    from shardwright.runtime.planning import read_plan_request
-    from shardwright.spec import files
-
-    console = Console(width=max(Console().width, 120))
-    if output.suffix != ".json":
-        raise UserError(f"{output}: a plan is a .json file; set --output to a name that ends in .json")
-    if routing_trace.is_trace(recipe):
-        _check_trace_options(recipe, {"batch": batch, "explain": explain, "compare": compare, "export": export})
-        _print_gains(console, routing_request.analyse_trace(recipe, overrides or (), cluster), output)
-        return
-    if export not in ("", "torchrec"):
-        raise UserError(f'export="{export}"; allowed: torchrec')
-    planning = read_plan_request(recipe, overrides or (), cluster, batch)
-    result = planning.make_plan()
-    torchrec = planning.make_plan(torchrec=True) if export else None
-    other = page.read_other_plan(result, compare) if compare else None
-    result.plan.verify(result.candidate.problem.workload)
-    files.write(result.plan, output)
-    stale = describe_frontier(result)
-    _print_tables(console, page.table_plan_grid(result), 0 if explain else page.SHOWN_ROWS)
-    bounds = "What bounds the step", page.bound_grid(result)
-    for title, grid in (*page.dense_grids(result, explain), bounds, *stale.grids):
-        console.print(terminal.rich_table(title, grid))
-    if other:
-        console.print(terminal.rich_table("Compared", page.comparison_grid(result, other)))
-    for reason in (*page.step_reasons(result, torchrec), *stale.notes):
-        console.print(reason, highlight=False)
-    if torchrec:
-        console.print(
-            f"torchrec  {page.write_torchrec_plan(torchrec, output.with_suffix('.torchrec.py'), result)}",
-            soft_wrap=True,
-        )
-    console.print(f"plan  {output}", highlight=False, soft_wrap=True)
-    gains = routing_request.analyse_plan(planning, result)
-    if gains:
-        _print_gains(console, gains, output, has_page=False)
-    target = page.render(result, output.with_suffix(".html"), torchrec, gains, stale)
-    console.print(f"page  {target}", highlight=False, soft_wrap=True)
-
-
-def _print_tables(console: Console, tables: "Grid", max_rows: int) -> None:
-    """`max_rows`: 0 for all."""
-    from shardwright.report import terminal
-
-    console.print(terminal.rich_table("Tables", tables, max_rows))
-    if max_rows and len(tables.rows) > max_rows:
-        console.print(f"... and {len(tables.rows) - max_rows:,} smaller tables; --explain shows all", highlight=False)
-
-
-def _check_trace_options(path: str, options: Mapping[str, object]) -> None:
-    if given := [name for name, value in options.items() if value]:
-        raise UserError(f"{path} is recorded routing: --{given[0]} is for a recipe; drop it")
-
-
-def _print_gains(console: Console, gains: "RoutingGains", output: Path, *, has_page: bool = True) -> None:
-    """Print the gains of recorded routing, and write the placement; `has_page`: and a page of its own."""
-    from shardwright.report import routing, terminal
-
-    for title, grid in routing.grids(gains):
-        console.print(terminal.rich_table(title, grid))
-    for line in (*routing.notes(gains), *routing.write_placement(gains, output)):
-        console.print(line, highlight=False, soft_wrap=True)
-    if has_page:
-        console.print(f"page  {routing.render(gains, output.with_suffix('.html'))}", highlight=False, soft_wrap=True)
 
 
 @app.command()

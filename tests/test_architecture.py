@@ -40,7 +40,7 @@ FROZEN_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("lab run", ("--name", "--seconds", "--shape")),
     ("lab status", ()),
     ("lab up", ("--cpu", "--front", "--hosts", "--local", "--name", "--ranks", "--uplink")),
-    ("measure", ("--output", "-o")),
+    ("measure", ("--layers", "--output", "-o")),
     ("plan", ("--batch", "--cluster", "--compare", "--explain", "--export", "--output", "-o")),
     ("reader", ()),
     ("reader keys", ()),

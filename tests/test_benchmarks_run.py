@@ -91,6 +91,7 @@ def test_every_benchmark_has_a_smallest_case():
             "pipeline_sides",
             "placement_torchrec",
             "published_layers",
+            "published_runs",
             "results_file",
             "scripts",
             "stale_workers",

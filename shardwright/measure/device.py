@@ -25,7 +25,7 @@ from shardwright.kernels.native import lengths_to_offsets, use_huge_pages
 from shardwright.library import native_library
 from shardwright.measure.timing import Clock
 from shardwright.spec import linear_fit
-from shardwright.spec.cluster import IDS_PER_BAG, Price, Sample, Tier
+from shardwright.spec.cluster import ATTENTION_PASSES, IDS_PER_BAG, Price, Sample, Tier
 from shardwright.spec.optimizer import RowWiseAdaGrad
 
 LARGE_BATCH = 1 << 15  # samples: narrow layers of large batches run at half the rate of others
@@ -280,6 +280,7 @@ def measure_host_copies(clock: Clock, device: torch.device) -> Iterator[Price]:
 def fit_price(op: str, dtype: str, samples: Sequence[Sample]) -> Price:
     """Fit a price per call, flop, row and byte to the samples; coefficients are not negative."""
     terms = {1: ("call", "byte"), 2: ("call", "row", "byte"), 3: ("call", "flop", "byte")}[len(samples[0].sizes)]
+    terms = ("call", "flop") if op == "attention" else terms
     regressors = np.array([_regressors(op, dtype, sample.sizes) for sample in samples])
     columns = [("call", "flop", "row", "byte").index(term) for term in terms]
     seconds = np.array([sample.seconds for sample in samples])
@@ -302,6 +303,8 @@ def _regressors(op: str, dtype: str, sizes: Sequence[int]) -> tuple[float, float
     """Calls, flops, rows and bytes of one call."""
     if len(sizes) == 3:
         m, k, n = sizes
+        if op == "attention":
+            return 1.0, ATTENTION_PASSES * 2.0 * m * k * n, 0.0, 0.0
         return 1.0, 2.0 * m * k * n, 0.0, float(getattr(torch, dtype).itemsize * (m * k + k * n + m * n))
     if len(sizes) == 2:
         return 1.0, 0.0, float(sizes[0]), float(sizes[0] * sizes[1])

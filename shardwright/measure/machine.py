@@ -13,24 +13,30 @@ from shardwright.comm.mesh import Mesh, host_topology, is_emulated, select_devic
 from shardwright.errors import UserError
 from shardwright.kernels.matmul import library_in_use, preferred_library, use_library
 from shardwright.kernels.native import retain_freed_memory
-from shardwright.measure import device, disk, network
+from shardwright.measure import device, disk, layer_probes, network
 from shardwright.measure.timing import Clock
-from shardwright.spec.cluster import Beside, Cluster, Device, Sample
+from shardwright.spec.cluster import Beside, Cluster, Device, Price, Sample
 
 WINDOW_SECONDS = 0.12
 
 
 def measure_cluster(
-    name: str, folder: Path, report_progress: Callable[[str], None], *, window_seconds: float = 0.0
+    name: str,
+    folder: Path,
+    report_progress: Callable[[str], None],
+    *,
+    window_seconds: float = 0.0,
+    with_layers: bool = False,
 ) -> Cluster:
     """Measure on all ranks at once; returns the same Cluster on all ranks.
 
-    The disk is measured by a temporary file in `folder`.
+    The disk is measured by a temporary file in `folder`. `with_layers`: also products and attention of transformers.
     """
     retain_freed_memory()  # as a training job does
     use_library(library_in_use() or preferred_library())
     with measurement_mesh() as mesh:
-        return _measure(mesh, name, folder, report_progress, window_seconds or WINDOW_SECONDS)
+        clock = Clock(mesh.group(), mesh.device, window_seconds or WINDOW_SECONDS)
+        return _measure(mesh, name, folder, report_progress, clock, with_layers)
 
 
 @contextmanager
@@ -53,12 +59,16 @@ def measurement_mesh() -> Iterator[Mesh]:
         flat.close()
 
 
-def _measure(mesh: Mesh, name: str, folder: Path, report: Callable[[str], None], window_seconds: float) -> Cluster:
-    clock = Clock(mesh.group(), mesh.device, window_seconds)
+def _measure(
+    mesh: Mesh, name: str, folder: Path, report: Callable[[str], None], clock: Clock, with_layers: bool
+) -> Cluster:
     if not all(clock.all_gather(float(os.access(folder, os.W_OK)))):
         raise UserError(f"{folder}: not a folder that every rank may write to; its disk is measured there")
     report("products, random rows, codecs")
     prices = device.measure_prices(clock, mesh.device)
+    if with_layers:
+        report("products and attention of transformers")
+        prices = merge_prices(prices, layer_probes.measure_layer_prices(clock, mesh.device))
     if mesh.size > 1:
         report(f"messages: to {len(mesh.near)} of {mesh.size - 1} other ranks through memory")
     links = tuple(network.measure_collectives(mesh, clock, report))
@@ -92,11 +102,6 @@ def merge_clusters(old: Cluster, new: Cluster) -> Cluster:
     """Merge two measurements of the same hardware; prices and links are fitted to the medians of both."""
     if _hardware(old) != _hardware(new):
         raise UserError(f"the file describes {_hardware(old)}, this is {_hardware(new)}; choose another file")
-    prices = {(entry.op, entry.dtype): entry for entry in old.device.prices}
-    for entry in new.device.prices:
-        before = prices.get((entry.op, entry.dtype))
-        samples = _merge_samples(before.samples if before else (), entry.samples)
-        prices[entry.op, entry.dtype] = device.fit_price(entry.op, entry.dtype, samples)
     links = {(entry.op, entry.levels): entry for entry in old.collectives}
     for entry in new.collectives:
         before = links.get((entry.op, entry.levels))
@@ -107,11 +112,21 @@ def merge_clusters(old: Cluster, new: Cluster) -> Cluster:
         overlaps[item.op, item.levels, item.bytes_] = _mean(overlaps.get((item.op, item.levels, item.bytes_)), item)
     return replace(
         new,
-        device=replace(new.device, prices=tuple(prices.values())),
+        device=replace(new.device, prices=tuple(merge_prices(old.device.prices, new.device.prices))),
         levels=tuple(network.fit_levels([(level.name, level.num) for level in new.levels], [*links.values()])),
         collectives=tuple(links.values()),
         beside=tuple(overlaps.values()),
     )
+
+
+def merge_prices(old: Sequence[Price], new: Sequence[Price]) -> list[Price]:
+    """Old prices, with those that were measured again fitted to the samples of both."""
+    prices = {(entry.op, entry.dtype): entry for entry in old}
+    for entry in new:
+        before = prices.get((entry.op, entry.dtype))
+        samples = _merge_samples(before.samples if before else (), entry.samples)
+        prices[entry.op, entry.dtype] = device.fit_price(entry.op, entry.dtype, samples)
+    return list(prices.values())
 
 
 def _hardware(cluster: Cluster) -> str:

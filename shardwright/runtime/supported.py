@@ -56,6 +56,8 @@ def check_supported(plan: Plan, tables: Sequence[Table]) -> None:
         ("pipeline", plan.pipeline is not None and bool(plan.tables)),
         ("wire", is_local and wire_dtypes != {widest_dtype(tables)}),
         ("dense.shard", is_local and bool(plan.dense.shard)),
+        ("dense.shard_optimizer", bool(plan.dense.shard_optimizer)),
+        ("dense.offload_activations", bool(plan.dense.offload_activations)),
     ]
     unsupported = [name for name, is_unsupported in checks if is_unsupported]
     unsupported += [name for table in plan.tables for name in _check_table(plan, table, specs[table.table])]

@@ -162,6 +162,8 @@ class Dense:
     With sharding, the weights of a block are all-gathered before its forward and its backward; `ahead` more blocks are
     prefetched. For an offloaded block, this rank's shard of weights, gradients and optimizer state is in the next
     slower tier. `dtype`: precision of matrix products; `state`: of optimizer state; weights keep their precision.
+    `shard_optimizer`: replicas along these axes shard the optimizer state (ZeRO-1). `offload_activations`: the share of
+    the saved activations that each pipeline rank moves to host memory.
     """
 
     replicate: tuple[str, ...] = ()  # axes
@@ -171,6 +173,8 @@ class Dense:
     ahead: int = 1
     dtype: Dtype = "float32"
     state: Dtype = "float32"
+    shard_optimizer: tuple[str, ...] = ()  # axes
+    offload_activations: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,7 +259,7 @@ def _check_rounding(plan: "Plan", what: str, subject: str, dtype: Dtype, exact: 
 def unknown_names(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:
     axes = {axis.name for axis in plan.axes}
     yield from check_unique("axis of dense.replicate and dense.shard", plan.dense.replicate + plan.dense.shard)
-    for name in plan.dense.replicate + plan.dense.shard:
+    for name in plan.dense.replicate + plan.dense.shard + plan.dense.shard_optimizer:
         if name not in axes:
             yield f'dense names unknown axis "{name}"{did_you_mean(name, axes)}'
     blocks = {block.name for block in workload.blocks} if workload is not None else None
@@ -273,13 +273,14 @@ def unknown_names(plan: "Plan", workload: Workload | None, *_: object) -> Iterat
 
 def invalid_experts(plan: "Plan", *_: object) -> Iterator[str]:
     sizes = {axis.name: axis.size for axis in plan.axes}
+    token_axes = [axis.name for axis in plan.axes if axis.role != "pipe"]
     yield from check_unique("experts of module", (experts.module for experts in plan.experts))
     for experts in plan.experts:
         subject = f'experts of "{experts.module}"'
-        unknown = [axis for axis in experts.axes if axis not in plan.sample_axes]
+        unknown = [axis for axis in experts.axes if axis not in token_axes]
         if unknown or not experts.axes:
             named = f'name axis "{unknown[0]}"' if unknown else "name no axis"
-            yield f"{subject} {named}; wanted some of {', '.join(plan.sample_axes)}, whose ranks have different samples"
+            yield f"{subject} {named}; wanted some of {', '.join(token_axes)}, whose ranks have different tokens"
         elif not 1 <= experts.groups <= prod(sizes[axis] for axis in experts.axes):
             num = prod(sizes[axis] for axis in experts.axes)
             yield f"{subject} are exchanged between {experts.groups} groups of {num} ranks; wanted 1 to {num}"

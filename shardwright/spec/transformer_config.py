@@ -8,20 +8,34 @@ from typing import Any
 from shardwright.errors import UserError, check_regular_file
 from shardwright.spec.transformer import ExpertLayers, LatentAttention, Transformer
 
+CONFIG_KEYS = ("model_type", "architectures", "num_hidden_layers")  # one of them is in every config.json
 GATED_ACTIVATIONS = ("silu", "swish")  # with these, models of config.json have a gate; with gelu they have none
 NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
+def is_config(path: Path) -> bool:
+    """Whether a file is a config.json by its name, or by what it has."""
+    if path.suffix != ".json":
+        return False
+    if path.name == "config.json" or not path.is_file():
+        return path.name == "config.json"
+    return hasattr(config := _read_json(path), "keys") and any(key in config for key in CONFIG_KEYS)
+
+
 def read_transformer(path: Path) -> Transformer:
     """The transformer that a config.json describes."""
-    check_regular_file(path)
-    try:
-        config: Any = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not JSON ({error})") from None
+    config = _read_json(path)
     if not hasattr(config, "keys"):
         raise UserError(f"{path}: wanted the object of a config.json, got {type(config).__name__}")
     return parse_config(config.get("text_config", config), path.parent.name or path.stem, str(path))
+
+
+def _read_json(path: Path) -> Any:
+    check_regular_file(path)
+    try:
+        return json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not JSON ({error})") from None
 
 
 def parse_config(config: Mapping[str, Any], name: str, source: str) -> Transformer:

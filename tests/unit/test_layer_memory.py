@@ -4,7 +4,7 @@ offloaded share, Megatron-LM's formula, and counts of parameters."""
 import pytest
 
 from benchmarks.published_layers import LIMIT, MODELS, PEAK_FLOPS, PUBLISHED, UNMODELLED
-from shardwright.planner.layers.activations import AttentionKernel, layer_bytes
+from shardwright.planner.layers.activations import AttentionKernel, layer_bytes, saved_bytes
 from shardwright.planner.layers.degrees import Degrees, SequenceBatch, degree_errors
 from shardwright.planner.layers.memory import stage_memory, state_bytes
 from shardwright.spec.model_flops import ModelFlops
@@ -83,6 +83,16 @@ def test_activations_as_in_megatron():
     assert saved(tensor=t) == s * b * h / t * (34 + 5 * a * s / h)
     assert saved(tensor=t, recompute="scores") == s * b * h / t * 34
     assert saved(tensor=t, recompute="full") == s * b * h / t * 2
+
+
+def test_full_recomputation_holds_one_whole_layer():
+    """Korthikanti et al., section 5: layer inputs, and all activations of the layer whose backward runs."""
+    model, batch = MODELS["7B"], SequenceBatch(1, 4096)
+    whole, inputs = (
+        saved_bytes(model, 0, batch, Degrees((32,), recompute=recompute)) for recompute in ("none", "full")
+    )
+    stage = stage_memory(model, batch, Degrees((32,), recompute="full"), 80e9)[0]
+    assert stage.activations == pytest.approx(31 * inputs + whole) and not stage.offload
 
 
 def test_states_of_zero():

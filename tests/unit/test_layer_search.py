@@ -9,7 +9,7 @@ import pytest
 from benchmarks import results_file
 from benchmarks.layer_calibration import Constants
 from benchmarks.published_layers import LIMIT, PUBLISHED
-from shardwright.planner.layers.degrees import Degrees, even_cuts
+from shardwright.planner.layers.degrees import Degrees, SequenceBatch, even_cuts
 from shardwright.planner.layers.layer_search import LayerSplit, SplitPins, Training, search
 from shardwright.planner.layers.layer_time import LayerTimer, Overheads, PassSeconds
 from shardwright.planner.layers.rank_groups import group_links, ring_seconds
@@ -43,6 +43,19 @@ def test_groups_that_do_not_fill_hosts_use_fewer_cards():
     assert group_links(CLUSTER, 3, 2, 8).cards == 1  # two in one host, one in the next
     links = group_links(CLUSTER, 8, 2, 6)
     assert ring_seconds(links, 8e9) == pytest.approx(7e9 / (4 * CLUSTER.levels[1].bytes_per_second))
+
+
+def test_tensor_parallelism_without_sequence_parallelism():
+    """No all-gather of inputs for the gradients of weights; norms run on all tokens on each tensor rank."""
+    model, batch = load_transformer("llama-7b"), SequenceBatch(8, 4096)
+    split, whole = (
+        LayerTimer(model, batch, Degrees((32,), tensor=8, sequence_parallel=is_split), CLUSTER).layer(0)
+        for is_split in (True, False)
+    )
+    assert whole["tensor"].forward == split["tensor"].forward
+    assert whole["tensor"].backward == pytest.approx(split["tensor"].backward * 4 / 6)
+    assert whole["memory"].forward > 2 * split["memory"].forward
+    assert whole["products"] == split["products"]
 
 
 def training(cluster: Cluster = CLUSTER, memory: float = 40e9, host: float = 0.0) -> Training:

@@ -335,6 +335,29 @@ def test_presets_have_the_numbers_of_the_papers():
         presets.load_cluster("zionex")
 
 
+@pytest.mark.parametrize(
+    "name, peak, memory, link, card",
+    [
+        ("a100", 312e12, 2.039e12, 600e9, 25e9),
+        ("a800", 312e12, 2.039e12, 400e9, 25e9),
+        ("h100", 989e12, 3.35e12, 900e9, 50e9),
+        ("h200", 989e12, 4.8e12, 900e9, 50e9),
+        ("b200", 2250e12, 8e12, 1800e9, 50e9),
+    ],
+)
+def test_presets_of_data_sheets_reach_the_fitted_shares(name, peak, memory, link, card):
+    cluster, fitted = presets.load_cluster(name), presets.load_cluster("h800-256")
+    device, own = cluster.device, {}
+    assert device.peak_flops_per_second == peak and device.tiers[0].read_bytes_per_second == memory
+    assert 2 * cluster.levels[0].bytes_per_second == link
+    assert cluster.levels[1].bytes_per_second / card == pytest.approx(fitted.levels[1].bytes_per_second / 12.5e9, 1e-3)
+    for op in ("matmul", "attention"):
+        for machine in (device, fitted.device):
+            price = primitives.find_price(machine, op, "bfloat16")
+            own[machine.name, op] = price.seconds_per_flop * machine.peak_flops_per_second
+        assert own[device.name, op] == pytest.approx(own[fitted.device.name, op], rel=1e-3)
+
+
 def test_the_bound_of_a_step_is_its_slowest_resource():
     load = roofline.ResourceUsage(flops=10**9, memory_bytes=10**8, link_bytes=(("host", 10**7),), host_copy_bytes=10**6)
     bound = roofline.step_bound(PAIRS, load)

@@ -147,7 +147,7 @@ def _with_chunks(training: Training, shape: Degrees) -> Iterator[tuple[Degrees, 
     batches = [SequenceBatch(training.sequences, training.length, micro) for micro in MICRO_SEQUENCES]
     choices = product(
         _all_cuts(model.layers, shape.pipeline),
-        _expert_degrees(model, shape.tensor * shape.replicas),
+        _expert_degrees(model, shape),
         _all_shardings(training, shape),
         RECOMPUTATIONS,
         batches,
@@ -184,10 +184,13 @@ def _all_cuts(layers: int, pipeline: int) -> Iterator[tuple[int, ...]]:
             yield (inner - 1, *[inner] * (chunks - 2), inner - 1)
 
 
-def _expert_degrees(model: Transformer, ranks: int) -> list[int]:
+def _expert_degrees(model: Transformer, shape: Degrees) -> list[int]:
+    """One, the tensor ranks, or the tensor and context ranks with some of the data ranks."""
     if model.experts is None:
         return [1]
-    return [num for num in _divisors(ranks) if model.experts.num % num == 0]
+    near = shape.tensor * shape.context
+    sizes = sorted({1, shape.tensor, *(near * data for data in _divisors(shape.data))})
+    return [size for size in sizes if model.experts.num % size == 0]
 
 
 def _divisors(num: int) -> list[int]:

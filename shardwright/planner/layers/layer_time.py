@@ -13,12 +13,11 @@ from shardwright.planner.layers.degrees import Degrees, SequenceBatch
 from shardwright.planner.layers.memory import GRADIENT_BYTES, WEIGHT_BYTES, layer_weights
 from shardwright.planner.layers.rank_groups import exchange_seconds, group_links, ring_seconds
 from shardwright.planner.price import primitives
-from shardwright.spec.cluster import Cluster
+from shardwright.spec.cluster import ATTENTION_PASSES, Cluster
 from shardwright.spec.transformer import Transformer
 
 DTYPE = "bfloat16"
 Work = Literal["products", "attention", "memory", "tensor", "context", "experts", "sharded weights"]
-BACKWARD_ATTENTION = 2.5  # of the forward's multiplications: a fused kernel computes the scores again
 NORM_VALUES = 2 * 2 + 2 * 3  # of a token and channel: two norms read and write, two residual sums read twice and write
 ACTIVATION_VALUES = 3  # of a channel of the MLP, with a gate: two are read, one is written
 
@@ -75,7 +74,7 @@ class LayerTimer:
         d = self.degrees
         sharding = (d.zero, d.num_shards, d.replicas) if d.zero >= 2 else ()
         key = (
-            *(self.model.has_experts(layer), d.tensor, d.context, d.expert, d.recompute),
+            *(self.model.has_experts(layer), d.tensor, d.sequence_parallel, d.context, d.expert, d.recompute),
             *(self.batch.micro_sequences, sharding),
         )
         if key not in self.priced:
@@ -127,28 +126,29 @@ class LayerTimer:
         channels = model.heads * (model.head_channels + value_channels) / self.degrees.tensor
         flops = self.batch.micro_sequences * length**2 * channels / self.degrees.context  # half of the matrix
         seconds = flops * primitives.find_price(self.cluster.device, "attention", DTYPE).seconds_per_flop
-        return PassSeconds(seconds, BACKWARD_ATTENTION * seconds)
+        return PassSeconds(seconds, (ATTENTION_PASSES - 1) * seconds)  # a fused kernel computes scores again
 
     def _memory(self, layer: int) -> PassSeconds:
         experts = self.model.experts if self.model.has_experts(layer) else None
         width = experts.intermediate * (experts.chosen + experts.shared) if experts else self.model.intermediate
         activation = width * (ACTIVATION_VALUES if self.model.gated else ACTIVATION_VALUES - 1)
-        values = NORM_VALUES * self.model.hidden + activation
+        hidden = self.model.hidden * (1 if self.degrees.sequence_parallel else self.degrees.tensor)
+        values = NORM_VALUES * hidden + activation
         rate = primitives.find_price(self.cluster.device, "matmul", DTYPE).seconds_per_byte
         again = 0.0  # recomputed in the backward
         if self.degrees.recompute == "memory-bound":
-            again = 2 * 2 * self.model.hidden + activation
+            again = 2 * 2 * hidden + activation
         forward, backward = (
             VALUE_BYTES * part * self.tokens / self.degrees.tensor * rate for part in (values, 2 * values + again)
         )
         return PassSeconds(forward, backward)
 
     def _tensor_collectives(self) -> PassSeconds:
-        """Forward: two all-gathers and two reduce-scatters; backward the same, and two all-gathers for the gradients of
-        weights."""
+        """Forward: two all-gathers and two reduce-scatters, or two all-reduces without sequence parallelism; backward
+        the same, and with it two all-gathers for the gradients of weights."""
         links = group_links(self.cluster, self.degrees.tensor, 1, self.degrees.num_ranks // self.degrees.tensor)
         seconds = self.overheads.exposed * ring_seconds(links, VALUE_BYTES * self.tokens * self.model.hidden)
-        return PassSeconds(4 * seconds, 6 * seconds)
+        return PassSeconds(4 * seconds, (6 if self.degrees.sequence_parallel else 4) * seconds)
 
     def _context_collectives(self) -> PassSeconds:
         """All-gathers of keys and values, again in the backward, and the reduce-scatter of their gradients."""

@@ -6,7 +6,7 @@ offload, a share of what a micro-batch saves in a chunk is in host memory betwee
 for KEPT_CHUNKS of them: one is computed, one is on its way out, and two come back.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwright.planner.layers.activations import FUSED, AttentionKernel, saved_bytes
@@ -93,7 +93,7 @@ def gathered_bytes(model: Transformer, degrees: Degrees) -> float:
 def in_flight(
     model: Transformer, batch: SequenceBatch, degrees: Degrees, stage: int, attention: AttentionKernel = FUSED
 ) -> SavedInFlight:
-    """What the micro-batches between their forward and backward have saved, at the peak."""
+    """What the micro-batches between their forward and backward have saved, at the peak, and what is recomputed."""
     saved = tuple(
         sum(num * saved_bytes(model, layer, batch, degrees, attention) for layer, num in model.layer_kinds(chunk))
         for chunk in degrees.rank_chunks(stage)
@@ -101,7 +101,21 @@ def in_flight(
     schedule = "1f1b" if len(saved) == 1 else degrees.schedule
     held = _most_held(schedule, degrees.pipeline, stage, degrees.micro_batches(batch), saved)
     sizes = sorted(size for size, num in zip(saved, held, strict=True) for _ in range(num))
-    return SavedInFlight(sum(sizes), sum(sizes[: max(0, len(sizes) - KEPT_CHUNKS)]))
+    again = recomputed_bytes(model, batch, degrees, attention)
+    return SavedInFlight(sum(sizes) + again, sum(sizes[: max(0, len(sizes) - KEPT_CHUNKS)]))
+
+
+def recomputed_bytes(
+    model: Transformer, batch: SequenceBatch, degrees: Degrees, attention: AttentionKernel = FUSED
+) -> float:
+    """What full recomputation saves of the layer whose backward runs, besides the layer's input: all of it."""
+    if degrees.recompute != "full":
+        return 0.0
+    whole = replace(degrees, recompute="none")
+    return max(
+        saved_bytes(model, layer, batch, whole, attention) - saved_bytes(model, layer, batch, degrees, attention)
+        for layer, _ in model.layer_kinds(range(model.layers))
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,80 @@
+"""The rank of Kuaishou's published configurations of Llamas among all that fit, as the planner orders them.
+
+    python -m benchmarks.layer_ranks [--write NAME] [--rows FIRST:LAST]
+
+Computed, nothing is run: for each of the 21 rows of benchmarks/published_layers.py, all configurations of its model and
+batch on its GPUs are searched with ZeRO-1, the preset h800-256 and the memory that Kuaishou's formula allows. A JSON
+line per row: the rank of the published one (1: predicted fastest), how many fit, and by how many percent its predicted
+step is longer than the shortest. Last line: the share of rows in the first one, three, five and ten, and the largest
+and mean excess.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks import results_file
+from benchmarks.published_layers import LIMIT, PUBLISHED, Published
+from shardwright.planner.layers.layer_search import LayerSplit, SplitPins, Training, search
+from shardwright.spec import presets
+
+FIRST = (1, 3, 5, 10)
+
+
+def result_line(row: Published) -> dict[str, Any]:
+    cluster = presets.load_cluster("h800-256")
+    host = cluster.device.tiers[1].bytes_
+    training = Training(row.transformer, row.sequences, row.length, row.ranks, cluster, LIMIT, host)
+    splits = search(replace(training, pins=SplitPins(zero=1))).splits
+    position = next(position for position, split in enumerate(splits) if is_published(split, row))
+    best, published = splits[0], splits[position]
+    excess = 100 * (published.step.total / best.step.total - 1)
+    line = {"benchmark": "layer_ranks", "model": row.model, "length": row.length, "ranks": row.ranks}
+    line |= {"rank": position + 1, "fitting": len(splits), "excess_percent": round(excess, 3)}
+    return line | {"published": describe(published), "predicted_best": describe(best)}
+
+
+def is_published(split: LayerSplit, row: Published) -> bool:
+    return split.batch == row.batch and replace(split.degrees, offload=()) == row.degrees
+
+
+def describe(split: LayerSplit) -> dict[str, Any]:
+    degrees = split.degrees
+    sizes = {"tensor": degrees.tensor, "context": degrees.context, "pipeline": degrees.pipeline, "data": degrees.data}
+    sizes |= {"chunks": degrees.num_chunks, "micro": split.batch.micro_sequences}
+    offload = round(max(degrees.offload), 3)
+    return {**sizes, "recompute": degrees.recompute, "offload": offload, "seconds": round(split.step.total, 3)}
+
+
+def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    last: dict[str, Any] = {"benchmark": "layer_ranks", "rows": len(lines)}
+    for num in FIRST:
+        last[f"first_{num}_percent"] = round(100 * sum(line["rank"] <= num for line in lines) / len(lines), 1)
+    excesses = [line["excess_percent"] for line in lines]
+    return last | {"mean_excess_percent": round(sum(excesses) / len(lines), 2), "max_excess_percent": max(excesses)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    parser.add_argument("--rows", default=":", help="some rows only, as FIRST:LAST, from 0")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
+    args = parser.parse_args(arguments)
+    first, last = (int(number) if number else None for number in args.rows.split(":"))
+    rows, lines = PUBLISHED[12:13] if args.smoke else PUBLISHED[first:last], list[dict[str, Any]]()
+    for number, row in enumerate(rows, 1):
+        lines.append(result_line(row))
+        print(json.dumps(lines[-1]), flush=True)
+        print(f"{number} of {len(rows)}", file=sys.stderr)
+    lines.append(summary(lines))
+    print(json.dumps(lines[-1]), flush=True)
+    if args.write:
+        results_file.write(args.write, "layer_ranks", lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
