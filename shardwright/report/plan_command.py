@@ -11,6 +11,7 @@ from shardwright.errors import UserError, did_you_mean
 from shardwright.spec import files, presets, routing_trace
 
 if TYPE_CHECKING:
+    from shardwright.planner.layers.layer_search import SearchResult
     from shardwright.planner.routing_gains import RoutingGains
     from shardwright.report.html_template import Grid
 
@@ -35,7 +36,7 @@ def plan(
         str,
         typer.Argument(
             help="A built-in recipe, a .toml file, a workload .json, a transformer by name, its config.json, or "
-            "recorded routing .jsonl."
+            "recorded routing .jsonl, or a script .sh with arguments of Megatron-LM."
         ),
     ],
     cluster: Annotated[
@@ -84,6 +85,7 @@ def plan(
     shardwright plan llama-65b --cluster h800-256 --batch 256 length=4096
     shardwright plan llama-65b --cluster h800-256 --batch 256 pins.tensor=8 --explain
     shardwright plan config.json --cluster h800-256 ranks=64 --export megatron
+    shardwright plan pretrain.sh --cluster h100 ranks=64
     shardwright plan routing.jsonl --cluster johnny experts.channels=4096 experts.hidden=1536 experts.form=swiglu
     """
     from shardwright import config
@@ -96,7 +98,11 @@ def plan(
         raise UserError(f"{output}: a plan is a .json file; set --output to a name that ends in .json")
     if export not in ("", *EXPORTS):
         raise UserError(f'export="{export}"; allowed: {", ".join(EXPORTS)}')
-    if routing_trace.is_trace(recipe):
+    if Path(recipe).suffix == ".sh":
+        options = {"batch": batch, "compare": compare, "export torchrec": export == "torchrec"}
+        _refuse_options(f"{recipe} has arguments of Megatron-LM", "a recipe", options)
+        _plan_layers(console, arguments, is_script=True)
+    elif routing_trace.is_trace(recipe):
         options = {"batch": batch, "explain": explain, "compare": compare, "export": export}
         _refuse_options(f"{recipe} is recorded routing", "a recipe", options)
         _print_gains(console, routing_request.analyse_trace(recipe, overrides or (), cluster), output)
@@ -173,18 +179,22 @@ def _print_gains(console: Console, gains: "RoutingGains", output: Path, *, has_p
         console.print(f"page  {routing.render(gains, output.with_suffix('.html'))}", highlight=False, soft_wrap=True)
 
 
-def _plan_layers(console: Console, arguments: PlanArguments) -> None:
-    """Plan a transformer, and write the flags of another engine, if wanted."""
+def _plan_layers(console: Console, arguments: PlanArguments, *, is_script: bool = False) -> None:
+    """Plan a transformer, and write the flags of another engine, if wanted; `is_script`: the recipe is one."""
     from shardwright.planner.layers import layer_reasons
     from shardwright.planner.layers.layer_plan import make_layer_plan, untrained_roles
     from shardwright.planner.layers.layer_reasons import no_split_text, split_reasons
-    from shardwright.planner.layers.layer_search import search
+    from shardwright.planner.layers.layer_search import price_split, search
     from shardwright.report import layer_plan as page
-    from shardwright.report import terminal
-    from shardwright.runtime.layer_request import read_layer_request
+    from shardwright.runtime import layer_request
 
-    output = arguments.output
-    training, assumed = read_layer_request(*arguments[:4], can_offload=not arguments.export)
+    output, job = arguments.output, None
+    if is_script:
+        script = Path(arguments.recipe)
+        training, job, assumed = layer_request.read_megatron_request(script, arguments.overrides, arguments.cluster)
+    else:
+        can_offload = not arguments.export
+        training, assumed = layer_request.read_layer_request(*arguments[:4], can_offload=can_offload)
     with console.status("searching") as status:
         result = search(training, lambda line: status.update(f"searching: {line}"))
         free = None
@@ -193,16 +203,48 @@ def _plan_layers(console: Console, arguments: PlanArguments) -> None:
     if not result.splits:
         raise UserError("; ".join(layer_reasons.explain_pins(free, result)) if free else no_split_text(result))
     reasons = [*split_reasons(result), *(layer_reasons.explain_pins(free, result) if free else ())]
+    if job:
+        reasons.append(layer_reasons.job_text(result, price_split(training, job.degrees, job.batch)))
     layer_plan = make_layer_plan(training, result.splits[0], [("split", reason) for reason in reasons])
     files.write(layer_plan, output)
-    for title, grid in page.grids(result):
-        console.print(terminal.rich_table(title, grid, page.SHOWN_ROWS))
-        if len(grid.rows) > page.SHOWN_ROWS:
-            console.print(f"... and {len(grid.rows) - page.SHOWN_ROWS} more on the page", highlight=False)
     notes = [*reasons, *assumed, *layer_reasons.assumption_notes(training)]
     if roles := untrained_roles(layer_plan):
         notes.append(f"this version plans {', '.join(roles)}, and cannot train with them yet")
-    for note in notes:
-        console.print(note, highlight=False, soft_wrap=True)
+    flags = _export_flags(result, arguments.export, output) if arguments.export else []
+    _print_layers(console, page.grids(result), [*notes, *flags])
     console.print(f"plan  {output}", highlight=False, soft_wrap=True)
     console.print(f"page  {page.render(result, output.with_suffix('.html'), notes)}", highlight=False, soft_wrap=True)
+
+
+def _print_layers(console: Console, grids: "Sequence[tuple[str, Grid]]", notes: Sequence[str]) -> None:
+    from shardwright.report import layer_plan as page
+    from shardwright.report import terminal
+
+    for title, grid in grids:
+        console.print(terminal.rich_table(title, grid, page.SHOWN_ROWS))
+        if len(grid.rows) > page.SHOWN_ROWS:
+            console.print(f"... and {len(grid.rows) - page.SHOWN_ROWS} more on the page", highlight=False)
+    for note in notes:
+        console.print(note, highlight=False, soft_wrap=True)
+
+
+def _export_flags(result: "SearchResult", engine: str, output: Path) -> list[str]:
+    """Write the flags of the best split that the engine can run; returns what to say of them."""
+    from shardwright.planner.engines.megatron import megatron_flags
+    from shardwright.planner.engines.torchtitan import torchtitan_config
+    from shardwright.planner.layers.layer_names import describe_split
+
+    make_flags = {"megatron": megatron_flags, "torchtitan": torchtitan_config}[engine]
+    path, refusal = output.with_suffix(f".{engine}.sh"), ""
+    for place, split in enumerate(result.splits, 1):
+        try:
+            flags = make_flags(result.training, split)
+        except UserError as error:
+            refusal = refusal or str(error)
+            continue
+        lines = [f"# {describe_split(split)}: written by shardwright plan", *(f"# {note}" for note in flags.notes)]
+        lines += [f"{engine.upper()}_ARGS=(", *(f"  {flag}" for flag in flags.flags), ")", ""]
+        files.write_text("\n".join(lines), path)
+        skipped = f"number {place}: {engine} cannot run the best ({refusal}); " if place > 1 else ""
+        return [*flags.notes, f"{engine}  {path} ({skipped}{describe_split(split)})"]
+    raise UserError(f"{engine} can run none of {len(result.splits):,} configurations: {refusal}")

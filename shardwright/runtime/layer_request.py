@@ -4,13 +4,15 @@
 Shape legend: S source ranks, E experts.
 """
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwright.config.overrides import apply_overrides
 from shardwright.config.sections import parse_bytes
-from shardwright.errors import UserError
+from shardwright.errors import UserError, check_regular_file
+from shardwright.planner.engines.megatron_reader import MegatronJob, read_megatron_flags
 from shardwright.planner.layers.layer_search import SplitPins, Training
 from shardwright.planner.layers.layer_time import DTYPE
 from shardwright.spec import files, presets
@@ -74,6 +76,36 @@ def read_layer_request(
         pins=settings.pins,
     )
     return training, notes
+
+
+def read_megatron_request(
+    path: Path, overrides: Sequence[str], cluster_name: str
+) -> tuple[Training, MegatronJob, tuple[str, ...]]:
+    """The training of a script or a list of arguments for Megatron-LM, its own split, and what is assumed."""
+    check_regular_file(path)
+    settings = files.from_plain(LayerSettings, apply_overrides({}, overrides), f"{path}: keys")
+    cluster, notes = complete_prices(with_ranks(presets.load_cluster(cluster_name), settings.ranks))
+    try:
+        words = shlex.split(path.read_text(), comments=True)
+    except ValueError as error:
+        raise UserError(f"{path}: not arguments of a shell ({error})") from None
+    try:
+        job = read_megatron_flags(words, cluster.num_ranks)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    memory, _ = memory_limits(cluster, settings)
+    training = Training(
+        job.model,
+        job.batch.sequences,
+        job.batch.length,
+        cluster.num_ranks,
+        cluster,
+        memory,
+        expert_shares=_read_shares(settings.routing, job.model) if settings.routing else (),
+        pins=settings.pins,
+    )
+    ignored = (f"not modelled: {', '.join(job.ignored)}",) if job.ignored else ()
+    return training, job, (*notes, *ignored)
 
 
 def with_ranks(cluster: Cluster, num_ranks: int) -> Cluster:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardwright.planner.layers.layer_names import PART_NAMES, describe_split, sharding_name
-from shardwright.planner.layers.layer_search import LayerSplit, SearchResult, Training
+from shardwright.planner.layers.layer_search import LayerSplit, SearchResult, Training, fits
 from shardwright.planner.layers.memory import StageMemory
 from shardwright.planner.layers.step_time import PARTS, Part, step_parts
 
@@ -125,6 +125,19 @@ def explain_pins(result: SearchResult, pinned: SearchResult) -> Iterator[str]:
     faster = faster_oversized(pinned, split)
     if faster:
         yield f"{given}: {faster}"
+
+
+def job_text(result: SearchResult, job: LayerSplit) -> str:
+    """What a user's own configuration needs, and how far it is from the best."""
+    training = result.training
+    name = f"your job: {describe_split(job)}"
+    if not fits(training, job.memory):
+        return f"{name}: does not fit: {overflow_text(training, job)}"
+    need = f"needs {job.fullest.total / GIB:.1f} of {training.memory_bytes / GIB:.1f} GiB"
+    seconds = f"{job.step.total:.2f} s a step"
+    if not result.splits:
+        return f"{name}: {need}, {seconds}"
+    return f"{name}: {need}, {seconds}, compared with the best: {slowdown_text(training, job, result.splits[0])}"
 
 
 def without_pins(training: Training) -> Training:

@@ -220,6 +220,13 @@ def search(training: Training, report: Callable[[str], None] = lambda line: None
     return SearchResult(training, (*played, *fitting[NUM_PLAYED:]), tuple(oversized))
 
 
+def price_split(training: Training, degrees: Degrees, batch: SequenceBatch) -> LayerSplit:
+    """A given split, whether it fits or not, without offload unless the degrees have it."""
+    degrees = degrees if degrees.offload else replace(degrees, offload=(0.0,) * degrees.pipeline)
+    memory = tuple(stage_memory(training.model, batch, degrees, training.memory_bytes))
+    return LayerSplit(degrees, batch, memory, step_seconds(training.timer(degrees, batch)))
+
+
 def _order(split: LayerSplit) -> tuple[float, ...]:
     """Shortest step first; of equal ones that with the fewest kinds of parallelism."""
     degrees = split.degrees
