@@ -56,9 +56,10 @@ class Constants:
             ),
             Price(op="attention", dtype=DTYPE, seconds_per_flop=1 / (self.attention * PEAK_FLOPS)),
         )
+        copies = tuple(price for price in cluster.device.prices if price.op in ("host_to_device", "device_to_host"))
         inner, outer = cluster.levels
         levels = inner, replace(outer, bytes_per_second=self.network * NETWORK_RATE)
-        return replace(cluster, device=replace(cluster.device, prices=prices), levels=levels)
+        return replace(cluster, device=replace(cluster.device, prices=prices + copies), levels=levels)
 
 
 def predict(row: Published, constants: Constants) -> StepSeconds:

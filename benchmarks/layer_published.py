@@ -10,7 +10,7 @@ memory of the fullest rank, their errors, the error if collectives of gradients 
 the run is unlike what is predicted. Where a source does not give micro-batch and chunks, those that are predicted
 fastest are taken (`open_settings`). Last line: mean errors by source, with and without their signs, and
 `products_share`: the share of the peak that products would have to reach for the predicted step to be right, all else
-as predicted; its mean.
+as predicted; 0: no share does.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from benchmarks import results_file
@@ -117,8 +118,8 @@ def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 last[source] |= {f"num_{name}": len(values)}
                 last[source] |= {f"mean_{name}_error_percent": round(sum(map(abs, values)) / len(values), 1)}
                 last[source] |= {f"mean_signed_{name}_error_percent": round(sum(values) / len(values), 1)}
-        if shares := [line["products_share"] for line in own if "products_share" in line]:
-            last[source]["products_share"] = round(sum(shares) / len(shares), 3)
+        if shares := [line["products_share"] for line in own if line.get("products_share")]:
+            last[source]["median_products_share"] = round(median(shares), 3)
     return last
 
 

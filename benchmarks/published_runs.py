@@ -29,8 +29,8 @@ LLAMA_MFU = "TFLOP/s taken to count the whole matrix of attention, as PaLM's MFU
 LLAMA_MFU += "another reading half of it"
 LLAMA_SHARDING = "gradients are sharded too; micro-batches of a rank run in another order; masks of documents"
 H100_500W = "H100 with 2.4 TB/s of memory and a limit of 500 W"
-OP_POLICY = "every second product is computed again; predicted: norms and activation functions only"
-LOGITS = "cross entropy of PyTorch holds up to 12 bytes of a logit; predicted: 6"
+OP_POLICY = "every second product is computed again and not saved; predicted: norms and activation functions only"
+GATHERED = "inputs that tensor parallelism all-gathers; predicted: none are held"
 FP8 = "products in FP8; steps are not compared"
 
 
@@ -240,7 +240,7 @@ def _titan(
         degrees,
         seconds,
         gib=gib,
-        unlike=(*unlike, reserved, LOGITS) if gib else unlike,
+        unlike=(*unlike, reserved, *([GATHERED] if degrees.tensor > 1 else [])) if gib else unlike,
     )
 
 

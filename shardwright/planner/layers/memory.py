@@ -17,7 +17,7 @@ from shardwright.spec.transformer import Transformer
 KEPT_CHUNKS = 4
 GATHERED_LAYERS = 2  # with ZeRO-3: one computes, the next is all-gathered
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12  # bfloat16; float32; float32 weights and two moments
-LOGIT_BYTES = 2 + 4  # bfloat16, and their softmax in float32
+LOGIT_BYTES = 3 * 4  # PyTorch's cross entropy in float32: log-softmax, its gradient, and that of the logits
 
 
 @dataclass(frozen=True, slots=True)
