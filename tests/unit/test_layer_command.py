@@ -106,3 +106,28 @@ def test_machines_with_slow_bfloat16_are_refused(monkeypatch):
     monkeypatch.setattr(layer_probes, "has_fast_bf16_matmul", lambda: False)
     with pytest.raises(UserError, match="multiplies bfloat16 slowly"):
         layer_probes.measure_layer_prices(None, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("engine", ["megatron", "torchtitan"])
+def test_flags_for_other_engines_are_written(engine, tmp_path):
+    output = run(tmp_path, "llama3-8b", "--cluster", "h100", "--batch", "64", "ranks=16", "--export", engine)
+    text = (tmp_path / f"plan.{engine}.sh").read_text()
+    assert f"plan.{engine}.sh (" in output and f"{engine.upper()}_ARGS=(" in text and text.rstrip().endswith(")")
+    assert "offloads" not in text and "offloads" not in output
+
+
+def test_a_script_of_megatron_is_compared_with_the_best(tmp_path):
+    run(tmp_path, "llama3-8b", "--cluster", "h100", "--batch", "64", "ranks=16", "--export", "megatron")
+    script = tmp_path / "plan.megatron.sh"
+    text = script.read_text()
+    assert "your job: " in (own := run(tmp_path, str(script), "--cluster", "h100", "ranks=16"))
+    assert "as fast as the best" in own
+    slower = tmp_path / "slower.sh"
+    slower.write_text(text.replace(")", "  --recompute-granularity full --recompute-method uniform )"))
+    assert "% slower: " in run(tmp_path, str(slower), "--cluster", "h100", "ranks=16")
+    large = tmp_path / "large.sh"
+    large.write_text(text.replace("--micro-batch-size", "--recompute-granularity none --micro-batch-size"))
+    assert "does not fit" in run(tmp_path, str(large), "--cluster", "h100", "ranks=16", 'memory="20 GB"')
+    large.write_text("--num-layers 4")
+    with pytest.raises(UserError, match="large.sh: no --"):
+        run(tmp_path, str(large), "--cluster", "h100", "ranks=16")
