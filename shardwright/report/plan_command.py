@@ -88,24 +88,30 @@ def plan(
     shardwright plan pretrain.sh --cluster h100 ranks=64
     shardwright plan routing.jsonl --cluster johnny experts.channels=4096 experts.hidden=1536 experts.form=swiglu
     """
-    from shardwright import config
-    from shardwright.runtime import layer_request, routing_request
-    from shardwright.spec.transformer import transformer_names
-
-    console = Console(width=max(Console().width, 130))
     arguments = PlanArguments(recipe, overrides or (), cluster, batch, explain, export, output)
     if output.suffix != ".json":
         raise UserError(f"{output}: a plan is a .json file; set --output to a name that ends in .json")
     if export not in ("", *EXPORTS):
         raise UserError(f'export="{export}"; allowed: {", ".join(EXPORTS)}')
+    _plan(Console(width=max(Console().width, 130)), arguments, compare)
+
+
+def _plan(console: Console, arguments: PlanArguments, compare: Path | None) -> None:
+    """Plan what the recipe names: a script, recorded routing, a transformer, or a model with tables."""
+    from shardwright import config
+    from shardwright.runtime import layer_request, routing_request
+    from shardwright.spec.transformer import transformer_names
+
+    recipe, export = arguments.recipe, arguments.export
     if Path(recipe).suffix == ".sh":
-        options = {"batch": batch, "compare": compare, "export torchrec": export == "torchrec"}
+        options = {"batch": arguments.batch, "compare": compare, "export torchrec": export == "torchrec"}
         _refuse_options(f"{recipe} has arguments of Megatron-LM", "a recipe", options)
         _plan_layers(console, arguments, is_script=True)
     elif routing_trace.is_trace(recipe):
-        options = {"batch": batch, "explain": explain, "compare": compare, "export": export}
+        options = {"batch": arguments.batch, "explain": arguments.explain, "compare": compare, "export": export}
         _refuse_options(f"{recipe} is recorded routing", "a recipe", options)
-        _print_gains(console, routing_request.analyse_trace(recipe, overrides or (), cluster), output)
+        gains = routing_request.analyse_trace(recipe, arguments.overrides, arguments.cluster)
+        _print_gains(console, gains, arguments.output)
     elif layer_request.is_layer_model(recipe):
         options = {"compare": compare, "export torchrec": export == "torchrec"}
         _refuse_options(f"{recipe} is a model of layers", "a model with tables", options)

@@ -12,9 +12,9 @@ from pathlib import Path
 from shardwright.config.overrides import apply_overrides
 from shardwright.config.sections import parse_bytes
 from shardwright.errors import UserError, check_regular_file
-from shardwright.planner.engines.megatron_reader import MegatronJob, read_megatron_flags
+from shardwright.planner.engines.megatron_reader import OVERLAP, MegatronJob, read_megatron_flags
 from shardwright.planner.layers.layer_search import SplitPins, Training
-from shardwright.planner.layers.layer_time import DTYPE
+from shardwright.planner.layers.layer_time import DTYPE, Overheads
 from shardwright.spec import files, presets
 from shardwright.spec.checks import check_positive, raise_if_any
 from shardwright.spec.cluster import Cluster, Price
@@ -31,13 +31,15 @@ ATTENTION_RATE = 0.376  # of the products' rate, where attention was not measure
 class LayerSettings:
     """The keys of a plan of a model of layers. `ranks`: 0: all of the cluster; another number changes the number of
     hosts. `length`: tokens of a sequence. `memory`, `host_memory`: of a rank, such as "60 GB". `offload`: whether
-    activations may be moved to host memory. `routing`: a file of recorded routing. `pins`: degrees that are given."""
+    activations may be moved to host memory. `overlap`: whether the engine hides collectives of gradients and weights
+    behind the passes. `routing`: a file of recorded routing. `pins`: degrees that are given."""
 
     ranks: int = 0
     length: int = 4096
     memory: str = ""
     host_memory: str = ""
     offload: bool = True
+    overlap: bool = True
     routing: str = ""
     pins: SplitPins = SplitPins()
 
@@ -72,6 +74,7 @@ def read_layer_request(
         cluster,
         memory,
         host if settings.offload and can_offload else 0.0,
+        Overheads(exposed_gradients=0.0 if settings.overlap else 1.0),
         expert_shares=_read_shares(settings.routing, model) if settings.routing else (),
         pins=settings.pins,
     )
@@ -101,6 +104,7 @@ def read_megatron_request(
         cluster.num_ranks,
         cluster,
         memory,
+        overheads=Overheads(exposed_gradients=0.0 if OVERLAP in words else 1.0),
         expert_shares=_read_shares(settings.routing, job.model) if settings.routing else (),
         pins=settings.pins,
     )

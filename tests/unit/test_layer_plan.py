@@ -7,11 +7,12 @@ from math import prod
 import pytest
 
 from shardwright.errors import UserError
+from shardwright.planner.engines.megatron import megatron_flags
 from shardwright.planner.layers import layer_reasons
 from shardwright.planner.layers.degrees import Degrees, even_cuts
 from shardwright.planner.layers.layer_plan import make_layer_plan, split_axes, untrained_roles
 from shardwright.planner.layers.layer_search import LayerSplit, SearchResult, SplitPins, Training, all_degrees, search
-from shardwright.planner.layers.step_time import step_parts
+from shardwright.planner.layers.step_time import gradient_seconds, step_parts
 from shardwright.runtime.layer_request import complete_prices, is_layer_model, read_layer_request, with_ranks
 from shardwright.runtime.supported import check_supported
 from shardwright.spec import files, presets
@@ -186,3 +187,12 @@ def test_oversized_splits_exceed_the_limit():
     result = small(memory_bytes=20e9)
     assert result.oversized and all(split.fullest.total > 20e9 for split in result.oversized)
     assert isinstance(result.oversized[0], LayerSplit) and isinstance(result.oversized[0].degrees, Degrees)
+
+
+def test_hidden_collectives_of_gradients_are_no_part_of_the_step():
+    hidden, exposed = (request("ranks=16", "pins.zero=1", f"overlap={text}") for text in ("true", "false"))
+    split = search(exposed).splits[0]
+    seconds = [each.timer(split.degrees, split.batch) for each in (hidden, exposed)]
+    assert gradient_seconds(seconds[0], 0) == 0.0 < gradient_seconds(seconds[1], 0) == split.step.gradients
+    assert "--overlap-grad-reduce" in megatron_flags(hidden, split).flags
+    assert "--overlap-grad-reduce" not in megatron_flags(exposed, split).flags

@@ -16,6 +16,7 @@ from shardwright.planner.layers.layer_search import LayerSplit, Training
 from shardwright.spec.checks import raise_if_any
 from shardwright.spec.transformer import Transformer
 
+OVERLAP = "--overlap-grad-reduce"
 VOCABULARY_MULTIPLE = 128  # --make-vocab-size-divisible-by, of each tensor rank
 FSDP_STRATEGIES: Mapping[str, Literal[0, 1, 2, 3]] = MappingProxyType(
     {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -32,6 +33,11 @@ def megatron_flags(training: Training, split: LayerSplit) -> EngineFlags:
         *_batch_flags(batch),
         *_degree_flags(model, degrees),
         *_sharding_flags(degrees),
+        *(
+            [OVERLAP, "--overlap-param-gather"]
+            if degrees.zero == 1 and not training.overheads.exposed_gradients
+            else []
+        ),
         *_recompute_flags(model, degrees),
     ]
     return EngineFlags(tuple(flags), tuple(_notes(model, split)))

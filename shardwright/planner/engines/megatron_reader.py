@@ -12,7 +12,7 @@ from typing import Literal
 
 from shardwright.errors import UserError
 from shardwright.planner.engines.engine_flags import FlagValues, parse_flags
-from shardwright.planner.engines.megatron import FSDP_STRATEGIES, recomputed_modules
+from shardwright.planner.engines.megatron import FSDP_STRATEGIES, OVERLAP, recomputed_modules
 from shardwright.planner.engines.megatron_layout import EXPERT_PATTERN, LAYOUT, parse_dense_layers, parse_layout
 from shardwright.planner.layers.degrees import Degrees, Recomputation, SequenceBatch, degree_errors
 from shardwright.spec.checks import raise_if_any
@@ -223,7 +223,8 @@ def _ignored(flags: FlagValues, model: Transformer, degrees: Degrees) -> Iterato
     """Flags with their values."""
     approximate = dict(_approximate(flags, model, degrees))
     for name, values in flags.values.items():
-        if NOT_MODELLED.fullmatch(name) or name in approximate:
+        is_overlap = name in (OVERLAP, "--overlap-param-gather")
+        if (NOT_MODELLED.fullmatch(name) and not is_overlap) or name in approximate:
             yield " ".join([name, *values])
     yield from (f"{name} {value} (default)" for name, value in approximate.items() if not flags.has(name))
 

@@ -146,7 +146,8 @@ def without_pins(training: Training) -> Training:
 
 def assumption_notes(training: Training) -> Sequence[str]:
     """What the predictions assume."""
-    notes = ["all times are predicted; collectives of data parallelism with ZeRO-1 are not overlapped with the passes"]
+    hidden = "overlapped with the passes" if not training.overheads.exposed_gradients else "after the passes"
+    notes = [f"all times are predicted; with ZeRO-1, collectives of gradients and weights are {hidden} (key overlap)"]
     if training.model.experts and not training.expert_shares:
         notes.append("experts: equal loads are assumed; set routing=FILE to recorded routing")
     return notes

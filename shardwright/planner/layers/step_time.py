@@ -209,7 +209,7 @@ def gradient_seconds(timer: LayerTimer, pipeline_rank: int) -> float:
         links = group_links(timer.cluster, copies, inner * shards, degrees.num_ranks // (size * inner))
         if links.cards:
             seconds += 2 * ring_seconds(links, GRADIENT_BYTES * weights / shards)
-    return seconds
+    return timer.overheads.exposed_gradients * seconds
 
 
 def optimizer_seconds(timer: LayerTimer, pipeline_rank: int) -> float:
