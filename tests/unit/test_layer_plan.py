@@ -190,7 +190,10 @@ def test_oversized_splits_exceed_the_limit():
 
 
 def test_hidden_collectives_of_gradients_are_no_part_of_the_step():
-    hidden, exposed = (request("ranks=16", "pins.zero=1", f"overlap={text}") for text in ("true", "false"))
+    hidden, exposed = (
+        request("ranks=16", "pins.zero=1", "pins.pipeline=1", "pins.tensor=1", f"overlap={text}")
+        for text in ("true", "false")
+    )
     split = search(exposed).splits[0]
     seconds = [each.timer(split.degrees, split.batch) for each in (hidden, exposed)]
     assert gradient_seconds(seconds[0], 0) == 0.0 < gradient_seconds(seconds[1], 0) == split.step.gradients
