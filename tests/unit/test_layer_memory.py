@@ -8,7 +8,7 @@ from shardwright.planner.layers.activations import AttentionKernel, layer_bytes,
 from shardwright.planner.layers.degrees import Degrees, SequenceBatch, degree_errors
 from shardwright.planner.layers.memory import stage_memory, state_bytes
 from shardwright.spec.model_flops import ModelFlops
-from shardwright.spec.transformer import Transformer
+from shardwright.spec.transformer import Transformer, load_transformer
 
 PEAKS = {"a800": 312e12, "h800": PEAK_FLOPS}
 # Measured by them: most bytes allocated, 65B with 8,192 tokens on 256 ranks (t 2, c 2, p 8, d 8), by share offloaded.
@@ -100,6 +100,11 @@ def test_logits_of_the_last_pipeline_rank():
     model, batch = MODELS["7B"], SequenceBatch(4, 4096, 2)
     stages = stage_memory(model, batch, Degrees((16, 16), tensor=2, pipeline=2), 80e9)
     assert [stage.logits for stage in stages] == [0, 12 * 2 * 4096 * model.vocabulary / 2]
+
+
+def test_states_of_175b():
+    """The talk's 2,800 GB: 16 bytes a weight, of 16-bit weights and gradients, and float32 weights and two moments."""
+    assert 16 * load_transformer("gpt-175b").parameters / 1e9 == pytest.approx(2800, rel=0.01)
 
 
 def test_states_of_zero():

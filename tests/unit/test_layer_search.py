@@ -28,6 +28,15 @@ def test_played_schedules_have_the_published_bubble(ranks, chunks, micro_batches
     assert max(each.end for each in played) == pytest.approx(3 * (micro_batches * chunks + ranks - 1))
 
 
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.model} on {row.ranks}")
+def test_published_bubbles(row):
+    """To the printed digit, as a share of the passes' time, with chunks of equal time."""
+    degrees, micro_batches = row.degrees, row.degrees.micro_batches(row.batch)
+    seconds = max(each.end for each in play([PassSeconds(1.0, 2.0)] * len(degrees.cuts), degrees, micro_batches))
+    bubble = 1 - 3 * micro_batches * degrees.num_chunks / seconds
+    assert 100 * bubble == pytest.approx(row.bubble, abs=0.006)
+
+
 def test_played_messages_delay_the_first_and_the_last_passes():
     degrees = Degrees((1,) * 4, pipeline=4)
     played = play([PassSeconds(1.0, 2.0)] * 4, degrees, 8, 0.25)
