@@ -14,6 +14,7 @@ from benchmarks.scripts import SCRIPTS
 
 NEEDS_LAB = (
     "cost_model",
+    "drawn_layers",
     "exchange",
     "het",
     "het_graphs",

@@ -40,7 +40,7 @@ def megatron_flags(training: Training, split: LayerSplit) -> EngineFlags:
         ),
         *_recompute_flags(model, degrees),
     ]
-    return EngineFlags(tuple(flags), tuple(_notes(model, split)))
+    return EngineFlags(tuple(flags), tuple(_notes(training, split)))
 
 
 def recomputed_modules(model: Transformer) -> list[str]:
@@ -175,8 +175,8 @@ def _errors(model: Transformer, degrees: Degrees) -> Iterator[str]:
         )
 
 
-def _notes(model: Transformer, split: LayerSplit) -> Iterator[str]:
-    degrees = split.degrees
+def _notes(training: Training, split: LayerSplit) -> Iterator[str]:
+    model, degrees = training.model, split.degrees
     yield (
         "add data, tokenizer, optimizer settings and training length, and what the model has of --qk-layernorm, "
         "--rotary-base and --norm-epsilon"
@@ -188,7 +188,7 @@ def _notes(model: Transformer, split: LayerSplit) -> Iterator[str]:
         yield "CUDA_DEVICE_MAX_CONNECTIONS must not be 1"
     elif degrees.tensor > 1 or degrees.context > 1:
         yield "set CUDA_DEVICE_MAX_CONNECTIONS=1 on GPUs before Blackwell"
-    if degrees.zero == 1 and degrees.replicas > 1:
+    if degrees.zero == 1 and degrees.replicas > 1 and training.overheads.exposed_gradients:
         yield "--overlap-grad-reduce and --overlap-param-gather hide collectives that the plan counts in full"
     yield from _expert_sharding_notes(model, degrees)
     if degrees.recompute == "memory-bound":

@@ -1,0 +1,136 @@
+"""How well the planner predicts steps of GPT under drawn parallelism: pipelines, DDP, FSDP, HSDP, recomputation.
+
+    python -m benchmarks.drawn_layers [--on SETTING ...] [--draws N] [--seed N] [--steps N] [--write NAME]
+
+As root. For each setting a lab is created and measured by `shardwright measure`. Then configurations are drawn: ranks
+of a pipeline, micro-batches, strategy of the dense model, activation checkpointing; all train the same GPT of 8
+blocks with 64 sequences of 32 tokens a step by `shardwright train gpt plan.cluster=FILE plan.pipeline=...
+plan.dense=...`, which predicts its own step before it starts. Settings: "4 x 1, 500 Mbit", 4 hosts with a rank of
+0.45 of a core each and uplinks of that rate; "2 x 2, 250 Mbit", 2 hosts with 2 such ranks.
+
+A JSON line per configuration: the mean step from metrics.jsonl and the predicted one in ms, their ratio - 1 (`off`),
+and the steps of both halves of the run, which bound what any prediction can reach. A line per setting: mean and
+largest size of `off`, and `place`: that of the configuration that was measured fastest, in the order of predicted
+steps. Hosts, links and CPU quotas are emulated.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from statistics import mean, median
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from benchmarks import results_file
+from benchmarks.recipes import LOG_EVERY, run_training, step_seconds
+from benchmarks.sharding import measure
+from shardwright.lab.emulated_cluster import Lab
+from shardwright.lab.shape import Host, Shape
+from shardwright.report import step_times
+from shardwright.spec.timeline import Timeline
+
+CPU = 0.45
+SETTINGS = {
+    "4 x 1, 500 Mbit": Shape((Host(uplink="500mbit", cpu=CPU),) * 4),
+    "2 x 2, 250 Mbit": Shape((Host(ranks=2, uplink="250mbit", cpu=CPU),) * 2),
+}
+NUM_RANKS, SEQUENCES, LENGTH = 4, 64, 32
+MODEL = ("model.channels=256", "model.num_blocks=8", "model.num_heads=4", "model.hidden=688")
+MODEL += (f"data.length={LENGTH}", f"train.batch_size={SEQUENCES}")
+
+
+class Configuration(NamedTuple):
+    pipeline: int
+    micro_batches: int
+    dense: str
+
+    @property
+    def keys(self) -> list[str]:
+        keys = [f"plan.pipeline={self.pipeline}", f"plan.dense={self.dense}"]
+        return [*keys, *([f"plan.micro_batches={self.micro_batches}"] if self.pipeline > 1 else [])]
+
+
+def configurations(shape: Shape) -> list[Configuration]:
+    """All that the setting can run."""
+    layouts = {1: ["DDP", "FSDP", *(["HSDP"] if shape.hosts[0].ranks > 1 else [])], 2: ["DDP", "FSDP"], 4: ["DDP"]}
+    return [
+        Configuration(pipeline, micro_batches, f"{layout}{checkpointing}")
+        for pipeline, micro_batches, checkpointing in product((1, 2, 4), (1, 4, 8), ("", " + selective", " + full"))
+        for layout in layouts[pipeline]
+        if (pipeline == 1) == (micro_batches == 1)
+    ]
+
+
+def compare_run(path: Path) -> dict[str, Any]:
+    """Predicted and measured step of a run."""
+    predicted = median(step_times.step_seconds(Timeline.from_chrome((path / "predicted.json").read_text())))
+    seconds, halves = step_seconds(path)
+    return {
+        "predicted_ms": round(1e3 * predicted, 1),
+        "measured_ms": round(1e3 * seconds, 1),
+        "off": round(predicted / seconds - 1, 4),
+        "halves_ms": [round(1e3 * half, 1) for half in halves],
+    }
+
+
+def run_setting(setting: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    shape = SETTINGS[setting]
+    drawn = random.Random(args.seed).sample(configurations(shape), args.draws)
+    common = {"benchmark": "drawn_layers", "emulated": "hosts, links, CPU quotas", "setting": setting}
+    lines: list[dict[str, Any]] = []
+    with TemporaryDirectory() as folder, Lab(shape, "drawn") as lab:
+        cluster, runs = Path(folder) / "cluster.toml", Path(folder) / "runs"
+        measure(lab, cluster)
+        runs.mkdir()
+        for configuration in drawn:
+            keys = [*MODEL, f"plan.cluster={cluster}", *configuration.keys, f"train.steps={args.steps}"]
+            path = run_training(lab, runs, "gpt", keys)
+            if isinstance(path, str):
+                raise SystemExit(f"{setting}, {configuration}: {path}")
+            lines.append(common | configuration._asdict() | compare_run(path))
+            yield lines[-1]
+    yield common | summary(lines)
+
+
+def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Errors of the predictions, and the place of the fastest in the predicted order."""
+    sizes = [abs(line["off"]) for line in lines]
+    fastest = min(lines, key=lambda line: line["measured_ms"])
+    order = sorted(lines, key=lambda line: line["predicted_ms"])
+    return {
+        "configurations": len(lines),
+        "mean_off": round(mean(sizes), 4),
+        "max_off": round(max(sizes), 4),
+        "place": 1 + order.index(fastest),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--on", nargs="*", default=list(SETTINGS), choices=SETTINGS, metavar="SETTING")
+    parser.add_argument("--draws", type=int, default=10, help="configurations of a setting")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=5 * LOG_EVERY)
+    parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
+    args = parser.parse_args()
+    if args.smoke:
+        args.on, args.draws, args.steps = args.on[:1], 1, 3 * LOG_EVERY
+    lines: list[dict[str, Any]] = []
+    for setting in args.on:
+        for line in run_setting(setting, args):
+            lines.append(line)
+            print(json.dumps(line), flush=True)
+    if args.write:
+        results_file.write(args.write, "drawn_layers", lines)
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())
