@@ -13,6 +13,7 @@ from shardwright.report.html_template import Grid
 from shardwright.report.layer_figures import GIB
 from shardwright.report.layer_roofline import roofline_figure
 from shardwright.report.layer_timeline import timeline_figure
+from shardwright.report.plan import to_sentence
 from shardwright.report.plots import Figure
 from shardwright.report.units import bytes_text, time_text
 from shardwright.spec import files
@@ -33,7 +34,7 @@ def render(
         brand="Shardwright plan",
         curves_title="The best split, and the search",
         title=f"{training.model.name} on {training.num_ranks:,} ranks of {training.cluster.name}",
-        notes=tuple(notes),
+        notes=tuple(map(to_sentence, notes)),
         grids=(*grids(result), *extra_grids),
         curves=plots,
         figures=plots,

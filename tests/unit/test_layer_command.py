@@ -32,7 +32,7 @@ def test_a_transformer_is_planned(tmp_path):
     assert "1: TP4" in output and "tensor 4: its best is number" in output
     assert "cannot train with them yet" in output
     page = (tmp_path / "plan.html").read_text()
-    assert "llama-7b" in page and "tensor 4: its best is number" in page
+    assert "llama-7b" in page and "Tensor 4: its best is number" in page
 
 
 def test_a_config_file_is_planned(tmp_path):
