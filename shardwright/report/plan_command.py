@@ -206,11 +206,11 @@ def _plan_layers(console: Console, arguments: PlanArguments, *, is_script: bool 
         free = None
         if arguments.explain and training.pins.fixed_values:
             free = search(layer_reasons.without_pins(training), lambda line: status.update(f"without pins: {line}"))
+    own = [layer_reasons.job_text(result, price_split(training, job.degrees, job.batch))] if job else []
+    explained = [*(layer_reasons.explain_pins(free, result) if free else ()), *own]
     if not result.splits:
-        raise UserError("; ".join(layer_reasons.explain_pins(free, result)) if free else no_split_text(result))
-    reasons = [*split_reasons(result), *(layer_reasons.explain_pins(free, result) if free else ())]
-    if job:
-        reasons.append(layer_reasons.job_text(result, price_split(training, job.degrees, job.batch)))
+        raise UserError("; ".join(explained if free else [*own, no_split_text(result)]))
+    reasons = [*split_reasons(result), *explained]
     layer_plan = make_layer_plan(training, result.splits[0], [("split", reason) for reason in reasons])
     files.write(layer_plan, output)
     notes = [*reasons, *assumed, *layer_reasons.assumption_notes(training)]

@@ -12,7 +12,7 @@ from pathlib import Path
 from shardwright.config.overrides import apply_overrides
 from shardwright.config.sections import parse_bytes
 from shardwright.errors import UserError, check_regular_file
-from shardwright.planner.engines.megatron_reader import OVERLAP, MegatronJob, read_megatron_flags
+from shardwright.planner.engines.megatron_reader import MegatronJob, read_megatron_flags
 from shardwright.planner.layers.layer_search import SplitPins, Training
 from shardwright.planner.layers.layer_time import DTYPE, Overheads
 from shardwright.spec import files, presets
@@ -74,7 +74,7 @@ def read_layer_request(
         cluster,
         memory,
         host if settings.offload and can_offload else 0.0,
-        Overheads(exposed_gradients=0.0 if settings.overlap else 1.0),
+        Overheads(hides_gradients=settings.overlap),
         expert_shares=_read_shares(settings.routing, model) if settings.routing else (),
         pins=settings.pins,
     )
@@ -87,6 +87,9 @@ def read_megatron_request(
     """The training of a script or a list of arguments for Megatron-LM, its own split, and what is assumed."""
     check_regular_file(path)
     settings = files.from_plain(LayerSettings, apply_overrides({}, overrides), f"{path}: keys")
+    for name in ("length", "overlap", "offload", "host_memory"):
+        if getattr(settings, name) != getattr(LayerSettings(), name):
+            raise UserError(f"{path}: key {name} is for a model; the script's own arguments count, drop it")
     cluster, notes = complete_prices(with_ranks(presets.load_cluster(cluster_name), settings.ranks))
     try:
         words = shlex.split(path.read_text(), comments=True)
@@ -104,7 +107,7 @@ def read_megatron_request(
         cluster.num_ranks,
         cluster,
         memory,
-        overheads=Overheads(exposed_gradients=0.0 if OVERLAP in words else 1.0),
+        overheads=Overheads(hides_gradients=job.hides_gradients),
         expert_shares=_read_shares(settings.routing, job.model) if settings.routing else (),
         pins=settings.pins,
     )

@@ -10,6 +10,10 @@ from shardwright.spec.transformer import ExpertLayers, LatentAttention, Transfor
 
 CONFIG_KEYS = ("model_type", "architectures", "num_hidden_layers")  # one of them is in every config.json
 GATED_ACTIVATIONS = ("silu", "swish")  # with these, models of config.json have a gate; with gelu they have none
+MODEL_TYPES = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3"),
+    *("kimi_k2", "gpt2", "opt", "gpt_neox"),
+)
 NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -52,6 +56,7 @@ def parse_config(config: Mapping[str, Any], name: str, source: str) -> Transform
             raise UserError(f"{source}: no {' or '.join(keys)}; a transformer's config.json has it")
         return default
 
+    _check_kind(config, source)
     hidden, heads = read("hidden_size", "n_embd", "d_model"), read("num_attention_heads", "n_head")
     if heads < 1 or (hidden % heads and "head_dim" not in config):
         raise UserError(f"{source}: hidden_size {hidden} does not divide into {heads} heads; add head_dim")
@@ -67,13 +72,22 @@ def parse_config(config: Mapping[str, Any], name: str, source: str) -> Transform
         key_value_heads=read("num_key_value_heads", default=heads),
         vocabulary=read("vocab_size"),
         head_channels=plain_channels + latent.rotary_channels if latent else read("head_dim", default=hidden // heads),
-        gated=config.get("hidden_act", config.get("activation_function")) in GATED_ACTIVATIONS,
+        gated=config.get("hidden_act", config.get("activation_function", "silu")) in GATED_ACTIVATIONS,
         tied=bool(config.get("tie_word_embeddings", "n_embd" in config)),
         experts=_parse_experts(config, read),
         latent=latent,
     )
     model.verify()
     return model
+
+
+def _check_kind(config: Mapping[str, Any], source: str) -> None:
+    """Refuse models whose layers are not those of a Transformer."""
+    kind = config.get("model_type", MODEL_TYPES[0])
+    if kind not in MODEL_TYPES:
+        raise UserError(f"{source}: model_type is {kind!r}; this version knows {', '.join(MODEL_TYPES)}")
+    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+        raise UserError(f"{source}: layers with experts among layers without them; this version has experts in all")
 
 
 def _parse_latent(read: Any) -> LatentAttention:

@@ -128,6 +128,10 @@ def test_a_script_of_megatron_is_compared_with_the_best(tmp_path):
     large = tmp_path / "large.sh"
     large.write_text(text.replace("--micro-batch-size", "--recompute-granularity none --micro-batch-size"))
     assert "does not fit" in run(tmp_path, str(large), "--cluster", "h100", "ranks=16", 'memory="20 GB"')
+    with pytest.raises(UserError, match="your job: .*does not fit.*none of .* configurations fit"):
+        run(tmp_path, str(large), "--cluster", "h100", "ranks=16", 'memory="2 GB"')
+    with pytest.raises(UserError, match="key length is for a model"):
+        run(tmp_path, str(large), "--cluster", "h100", "ranks=16", "length=8192")
     large.write_text("--num-layers 4")
     with pytest.raises(UserError, match="large.sh: no --"):
         run(tmp_path, str(large), "--cluster", "h100", "ranks=16")

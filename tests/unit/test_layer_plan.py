@@ -12,6 +12,7 @@ from shardwright.planner.layers import layer_reasons
 from shardwright.planner.layers.degrees import Degrees, even_cuts
 from shardwright.planner.layers.layer_plan import make_layer_plan, split_axes, untrained_roles
 from shardwright.planner.layers.layer_search import LayerSplit, SearchResult, SplitPins, Training, all_degrees, search
+from shardwright.planner.layers.rank_groups import group_links, ring_seconds
 from shardwright.planner.layers.step_time import gradient_seconds, step_parts
 from shardwright.runtime.layer_request import complete_prices, is_layer_model, read_layer_request, with_ranks
 from shardwright.runtime.supported import check_supported
@@ -196,6 +197,33 @@ def test_hidden_collectives_of_gradients_are_no_part_of_the_step():
     )
     split = search(exposed).splits[0]
     seconds = [each.timer(split.degrees, split.batch) for each in (hidden, exposed)]
-    assert gradient_seconds(seconds[0], 0) == 0.0 < gradient_seconds(seconds[1], 0) == split.step.gradients
+    assert gradient_seconds(seconds[0], 0) < gradient_seconds(seconds[1], 0) == split.step.gradients
+    inner, outer = CLUSTER.levels
+    slow = replace(hidden.cluster, levels=(inner, replace(outer, num=2, bytes_per_second=1e8)))
+    exposed_seconds = [replace(each, cluster=slow) for each in seconds]
+    assert 0.0 < gradient_seconds(exposed_seconds[0], 0) < gradient_seconds(exposed_seconds[1], 0)
     assert "--overlap-grad-reduce" in megatron_flags(hidden, split).flags
     assert "--overlap-grad-reduce" not in megatron_flags(exposed, split).flags
+
+
+def test_pins_may_name_what_is_not_searched_without_them():
+    assert all(split.batch.micro_sequences == 8 for split in small(pins=SplitPins(micro=8)).splits)
+    assert small(pins=SplitPins(micro=8)).splits
+    assert {split.degrees.context for split in small(pins=SplitPins(context=8)).splits} == {8}
+
+
+def test_one_rank_and_hosts_that_share_a_link(tmp_path):
+    device = CLUSTER.device
+    alone = replace(CLUSTER, levels=(), device=replace(device, tiers=(replace(device.tiers[0], bytes_=400 * 10**9),)))
+    result = search(Training(load_transformer("llama-7b"), 4, 2048, 1, alone, 380e9))
+    assert result.splits[0].degrees.num_ranks == 1
+    make_layer_plan(result.training, result.splits[0], []).verify()
+    inner, outer = CLUSTER.levels
+    shared = replace(CLUSTER, levels=(inner, replace(outer, group_bytes_per_second=outer.bytes_per_second)))
+    own, common = (group_links(each, 16, 1, 2) for each in (CLUSTER, shared))
+    assert ring_seconds(common, 1e9) == pytest.approx(8 * ring_seconds(own, 1e9))
+
+
+def test_sequences_of_odd_length_need_no_context_parallelism():
+    assert search(request("ranks=8", "length=1001", "pins.tensor=1")).splits
+    assert not search(request("ranks=8", "length=1001", "pins.tensor=2")).splits

@@ -83,3 +83,18 @@ def test_files_that_are_no_config(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         read_transformer(path)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "gemma2"}, "model_type is 'gemma2'; this version knows llama"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "layers with experts among layers without them"),
+        ({"decoder_sparse_step": 2}, "layers with experts among layers without them"),
+    ],
+)
+def test_models_of_other_layers_are_refused(change, message):
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+    with pytest.raises(UserError, match=message):
+        parse_config(config | change, "mine", "config.json")
+    assert parse_config(config, "mine", "config.json").gated

@@ -33,11 +33,7 @@ def megatron_flags(training: Training, split: LayerSplit) -> EngineFlags:
         *_batch_flags(batch),
         *_degree_flags(model, degrees),
         *_sharding_flags(degrees),
-        *(
-            [OVERLAP, "--overlap-param-gather"]
-            if degrees.zero == 1 and not training.overheads.exposed_gradients
-            else []
-        ),
+        *([OVERLAP, "--overlap-param-gather"] if degrees.zero == 1 and training.overheads.hides_gradients else []),
         *_recompute_flags(model, degrees),
     ]
     return EngineFlags(tuple(flags), tuple(_notes(training, split)))
@@ -188,7 +184,7 @@ def _notes(training: Training, split: LayerSplit) -> Iterator[str]:
         yield "CUDA_DEVICE_MAX_CONNECTIONS must not be 1"
     elif degrees.tensor > 1 or degrees.context > 1:
         yield "set CUDA_DEVICE_MAX_CONNECTIONS=1 on GPUs before Blackwell"
-    if degrees.zero == 1 and degrees.replicas > 1 and training.overheads.exposed_gradients:
+    if degrees.zero == 1 and degrees.replicas > 1 and not training.overheads.hides_gradients:
         yield "--overlap-grad-reduce and --overlap-param-gather hide collectives that the plan counts in full"
     yield from _expert_sharding_notes(model, degrees)
     if degrees.recompute == "memory-bound":

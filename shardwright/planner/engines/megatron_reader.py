@@ -56,12 +56,14 @@ MODELLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class MegatronJob:
-    """`ignored`: flags that change memory or time in a way that is not modelled, with their values."""
+    """`ignored`: flags that change memory or time in a way that is not modelled, with their values. `hides_gradients`:
+    collectives of gradients overlap with the backward."""
 
     model: Transformer
     batch: SequenceBatch
     degrees: Degrees
     ignored: tuple[str, ...]
+    hides_gradients: bool
 
 
 def read_megatron_flags(tokens: Sequence[str], world_size: int) -> MegatronJob:
@@ -76,7 +78,7 @@ def read_megatron_flags(tokens: Sequence[str], world_size: int) -> MegatronJob:
         flags.degree("--global-batch-size", micro * degrees.data), flags.degree("--seq-length"), micro
     )
     raise_if_any(degree_errors(model, batch, degrees))
-    return MegatronJob(model, batch, degrees, tuple(_ignored(flags, model, degrees)))
+    return MegatronJob(model, batch, degrees, tuple(_ignored(flags, model, degrees)), flags.has(OVERLAP))
 
 
 def _read_model(flags: FlagValues) -> Transformer:

@@ -98,7 +98,9 @@ def degree_errors(model: Transformer, batch: SequenceBatch, degrees: Degrees) ->
     elif degrees.num_chunks > 1 and degrees.micro_batches(batch) % degrees.pipeline:
         micro = degrees.micro_batches(batch)
         yield f"{micro} micro-batches do not divide by a pipeline of {degrees.pipeline}, as interleaved chunks need"
-    if batch.length % (2 * degrees.context):
+    if degrees.sequence_parallel and batch.length % (degrees.tensor * degrees.context):
+        yield f"sequences of {batch.length} do not divide by {degrees.tensor} tensor ranks for sequence parallelism"
+    if degrees.context > 1 and batch.length % (2 * degrees.context):
         yield f"sequences of {batch.length} do not divide into {2 * degrees.context} parts for context parallelism"
     yield from _replica_errors(model, degrees)
 

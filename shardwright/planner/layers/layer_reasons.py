@@ -146,7 +146,7 @@ def without_pins(training: Training) -> Training:
 
 def assumption_notes(training: Training) -> Sequence[str]:
     """What the predictions assume."""
-    hidden = "overlapped with the passes" if not training.overheads.exposed_gradients else "after the passes"
+    hidden = "overlapped with the passes" if training.overheads.hides_gradients else "after the passes"
     notes = [f"all times are predicted; with ZeRO-1, collectives of gradients and weights are {hidden} (key overlap)"]
     if training.model.experts and not training.expert_shares:
         notes.append("experts: equal loads are assumed; set routing=FILE to recorded routing")

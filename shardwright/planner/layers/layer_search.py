@@ -132,7 +132,7 @@ def all_degrees(training: Training) -> Iterator[tuple[Degrees, SequenceBatch]]:
     num, per_host = training.num_ranks, training.cluster.ranks_per_host
     for tensor in _divisors(min(per_host, num)):
         for context in _divisors(num // tensor):
-            if num % tensor or context > MAX_CONTEXT or (context > 1 and training.length // context < MIN_PART):
+            if num % tensor or (context != training.pins.context and not _is_searched(context, training.length)):
                 continue
             for pipeline in _divisors(num // (tensor * context)):
                 data = num // (tensor * context * pipeline)
@@ -142,14 +142,20 @@ def all_degrees(training: Training) -> Iterator[tuple[Degrees, SequenceBatch]]:
                 yield from _with_chunks(training, shape)
 
 
+def _is_searched(context: int, length: int) -> bool:
+    return context == 1 or (context <= MAX_CONTEXT and length // context >= MIN_PART)
+
+
 def _with_chunks(training: Training, shape: Degrees) -> Iterator[tuple[Degrees, SequenceBatch]]:
     model = training.model
-    batches = [SequenceBatch(training.sequences, training.length, micro) for micro in MICRO_SEQUENCES]
+    pins = training.pins
+    micro_sequences = (pins.micro,) if pins.micro else MICRO_SEQUENCES
+    batches = [SequenceBatch(training.sequences, training.length, micro) for micro in micro_sequences]
     choices = product(
         _all_cuts(model.layers, shape.pipeline),
         _expert_degrees(model, shape),
         _all_shardings(training, shape),
-        RECOMPUTATIONS,
+        (pins.recompute,) if pins.recompute else RECOMPUTATIONS,
         batches,
     )
     for cuts, expert, (zero, shard), recompute, batch in choices:

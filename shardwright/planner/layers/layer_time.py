@@ -26,12 +26,12 @@ ACTIVATION_VALUES = 3  # of a channel of the MLP, with a gate: two are read, one
 class Overheads:
     """`exposed`: share of the time of tensor and context parallel collectives that computation does not hide.
     `chunk_seconds`: of a chunk's forward and backward besides its layers. The defaults are fitted to Kuaishou's
-    published configurations (benchmarks.layer_calibration). `exposed_gradients`: share of the collectives of gradients
-    and weights that follow the passes; 0 if they overlap with them."""
+    published configurations (benchmarks.layer_calibration). `hides_gradients`: collectives of gradients and weights
+    overlap with the last backwards and the first forwards; else they follow the passes."""
 
     exposed: float = 0.51
     chunk_seconds: float = 0.00052
-    exposed_gradients: float = 1.0
+    hides_gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True)

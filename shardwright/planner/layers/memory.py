@@ -29,7 +29,7 @@ class StageMemory:
     optimizer: float
     activations: float  # in device memory, at the peak
     logits: float  # of a micro-batch, on the last pipeline rank
-    gathered: float  # weights that ZeRO-3 all-gathers
+    gathered: float  # weights that ZeRO-3 all-gathers, and gradients before their reduce-scatter
     offload: float
     host: float
 
@@ -83,11 +83,13 @@ def state_bytes(model: Transformer, degrees: Degrees, stage: int) -> tuple[float
 
 
 def gathered_bytes(model: Transformer, degrees: Degrees) -> float:
-    """Weights that ZeRO-3 all-gathers, at the peak."""
+    """Weights that ZeRO-3 all-gathers, at the peak, and gradients before their reduce-scatter."""
     if degrees.zero < 3 or degrees.num_shards == 1:
         return 0.0
     kinds = model.layer_kinds(range(model.layers))
-    return WEIGHT_BYTES * GATHERED_LAYERS * max(sum(layer_weights(model, degrees, layer)) for layer, _ in kinds)
+    layer = max(sum(layer_weights(model, degrees, layer)) for layer, _ in kinds)
+    head = model.embedding_parameters / degrees.tensor
+    return WEIGHT_BYTES * max(GATHERED_LAYERS * layer, layer + head) + GRADIENT_BYTES * max(layer, head)
 
 
 def in_flight(

@@ -9,6 +9,7 @@ divide evenly into hosts is slow.
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 
 from shardwright.spec.cluster import Cluster
 
@@ -24,9 +25,14 @@ class GroupLinks:
 
 def group_links(cluster: Cluster, size: int, stride: int, num_groups_apart: int) -> GroupLinks:
     """Groups of `size` ranks that are `stride` apart; `num_groups_apart`: one after another along the ranks."""
+    if size == 1:
+        return GroupLinks(1, 0, inf)
     cards = _num_cards(cluster.ranks_per_host, size, stride, num_groups_apart)
     level = cluster.levels[0 if cards == 0 else 1]
-    return GroupLinks(size, cards, level.bytes_per_second)
+    rate = level.bytes_per_second
+    if level.group_bytes_per_second is not None:  # all ranks of a host share a link
+        rate = min(rate, level.group_bytes_per_second / cluster.ranks_per_host)
+    return GroupLinks(size, cards, rate)
 
 
 @lru_cache(maxsize=4096)

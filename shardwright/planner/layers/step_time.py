@@ -190,26 +190,43 @@ def message_seconds(timer: LayerTimer) -> float:
 
 
 def gradient_seconds(timer: LayerTimer, pipeline_rank: int) -> float:
-    """After the passes, of a pipeline rank: reduce-scatter of gradients and all-gather of weights that ranks along data
-    and context hold; with ZeRO-2 and 3 only the all-reduce between groups that shard (HSDP)."""
+    """Exposed collectives of gradients and weights of a pipeline rank, over ranks along data and context: all, or what
+    takes longer than the passes that hide them."""
+    scatter, gather = gradient_collectives(timer, pipeline_rank)
+    if not timer.overheads.hides_gradients:
+        return scatter + gather
+    degrees = timer.degrees
+    chunks = chunk_seconds(timer)[pipeline_rank :: degrees.pipeline]
+    # Of the last micro-batches, a chunk's gradients are sent while the chunks after it run.
+    others = min(degrees.pipeline, degrees.micro_batches(timer.batch)) * (len(chunks) - 1) / len(chunks)
+    forward, backward = (
+        max(1.0, others) * sum(seconds) for seconds in zip(*((c.forward, c.backward) for c in chunks), strict=True)
+    )
+    return max(0.0, scatter - backward) + max(0.0, gather - forward)
+
+
+def gradient_collectives(timer: LayerTimer, pipeline_rank: int) -> tuple[float, float]:
+    """Reduce-scatters of gradients, and all-gathers of weights, once a step; with ZeRO-3 only the all-reduce between
+    groups that shard (HSDP)."""
     degrees = timer.degrees
     plain, expert = stage_parameters(timer.model, degrees, pipeline_rank)
-    seconds = 0.0
+    scatter = gather = 0.0
     for weights, inner, size in (
         (plain, degrees.tensor, degrees.replicas),
         (expert, degrees.expert, degrees.expert_replicas),
     ):
         shards = min(degrees.num_shards, size)
-        if degrees.zero < 2:
-            shard_links = group_links(timer.cluster, shards, inner, degrees.num_ranks // (shards * inner))
-            if shard_links.cards:
-                gathered = WEIGHT_BYTES if degrees.zero else GRADIENT_BYTES
-                seconds += ring_seconds(shard_links, (GRADIENT_BYTES + gathered) * weights)
+        shard_links = group_links(timer.cluster, shards, inner, degrees.num_ranks // (shards * inner))
+        if shard_links.cards and degrees.zero < 3:
+            width = WEIGHT_BYTES if degrees.zero else GRADIENT_BYTES
+            gather += ring_seconds(shard_links, width * weights)
+        if shard_links.cards and degrees.zero < 2:
+            scatter += ring_seconds(shard_links, GRADIENT_BYTES * weights)
         copies = size // shards
         links = group_links(timer.cluster, copies, inner * shards, degrees.num_ranks // (size * inner))
         if links.cards:
-            seconds += 2 * ring_seconds(links, GRADIENT_BYTES * weights / shards)
-    return timer.overheads.exposed_gradients * seconds
+            scatter += 2 * ring_seconds(links, GRADIENT_BYTES * weights / shards)
+    return scatter, gather
 
 
 def optimizer_seconds(timer: LayerTimer, pipeline_rank: int) -> float:
