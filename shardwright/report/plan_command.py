@@ -118,7 +118,8 @@ def _plan(console: Console, arguments: PlanArguments, compare: Path | None) -> N
         _plan_layers(console, arguments)
     else:
         names = [*config.recipes(), *transformer_names()]
-        if not Path(recipe).suffix and recipe not in names:
+        is_name = Path(recipe).name == recipe and not Path(recipe).suffix and not Path(recipe).exists()
+        if is_name and recipe not in names:
             raise UserError(f'no recipe or transformer "{recipe}"{did_you_mean(recipe, names)}')
         _refuse_options(f"{recipe} is no transformer", "a model of layers", {f"export {export}": export in ENGINES})
         _plan_tables(console, arguments, compare)
@@ -191,7 +192,7 @@ def _plan_layers(console: Console, arguments: PlanArguments, *, is_script: bool 
     from shardwright.planner.layers.layer_plan import make_layer_plan, untrained_roles
     from shardwright.planner.layers.layer_reasons import no_split_text, split_reasons
     from shardwright.planner.layers.layer_search import price_split, search
-    from shardwright.report import layer_plan as page
+    from shardwright.report import layer_plan as layer_page
     from shardwright.runtime import layer_request
 
     output, job = arguments.output, None
@@ -217,19 +218,20 @@ def _plan_layers(console: Console, arguments: PlanArguments, *, is_script: bool 
     if roles := untrained_roles(layer_plan):
         notes.append(f"this version plans {', '.join(roles)}, and cannot train with them yet")
     flags = _export_flags(result, arguments.export, output) if arguments.export else []
-    _print_layers(console, page.grids(result), [*notes, *flags])
+    _print_layers(console, layer_page.grids(result), [*notes, *flags])
     console.print(f"plan  {output}", highlight=False, soft_wrap=True)
-    console.print(f"page  {page.render(result, output.with_suffix('.html'), notes)}", highlight=False, soft_wrap=True)
+    target = layer_page.render(result, output.with_suffix(".html"), notes)
+    console.print(f"page  {target}", highlight=False, soft_wrap=True)
 
 
 def _print_layers(console: Console, grids: "Sequence[tuple[str, Grid]]", notes: Sequence[str]) -> None:
-    from shardwright.report import layer_plan as page
+    from shardwright.report import layer_plan as layer_page
     from shardwright.report import terminal
 
     for title, grid in grids:
-        console.print(terminal.rich_table(title, grid, page.SHOWN_ROWS))
-        if len(grid.rows) > page.SHOWN_ROWS:
-            console.print(f"... and {len(grid.rows) - page.SHOWN_ROWS} more on the page", highlight=False)
+        console.print(terminal.rich_table(title, grid, layer_page.SHOWN_ROWS))
+        if len(grid.rows) > layer_page.SHOWN_ROWS:
+            console.print(f"... and {len(grid.rows) - layer_page.SHOWN_ROWS} more on the page", highlight=False)
     for note in notes:
         console.print(note, highlight=False, soft_wrap=True)
 

@@ -147,7 +147,7 @@ def test_the_single_rank_plan_is_legal_and_has_reasons():
         ),
         (
             replace(PLAN, experts=(ExpertPlan("top.moe", ("data@host",)),)),
-            'experts of "top.moe" name axis "data@host"; wanted some of data@local, whose ranks have different samples',
+            'experts of "top.moe" name axis "data@host"; wanted some of data@local, whose ranks have different tokens',
         ),
         (
             replace(PLAN, allow=("state.bf16",)),
