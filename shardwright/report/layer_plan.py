@@ -24,10 +24,8 @@ BEST_TITLE = "Best splits (PP: ranks x chunks; micro: sequences of a micro-batch
 MIN_PART = 1e-9  # of a step; a smaller part is what rounding leaves
 
 
-def render(
-    result: SearchResult, path: Path, notes: Sequence[str], extra_grids: Sequence[tuple[str, Grid]] = ()
-) -> Path:
-    """Write the page of a plan; `notes`: sentences at its top; `extra_grids`: tables with their titles, at its end."""
+def render(result: SearchResult, path: Path, notes: Sequence[str]) -> Path:
+    """Write the page of a plan; `notes`: sentences at its top."""
     training, plots = result.training, figures(result)
     text = html_template.render_template(
         "cluster.html.j2",
@@ -35,7 +33,7 @@ def render(
         curves_title="The best split, and the search",
         title=f"{training.model.name} on {training.num_ranks:,} ranks of {training.cluster.name}",
         notes=tuple(map(to_sentence, notes)),
-        grids=(*grids(result), *extra_grids),
+        grids=grids(result),
         curves=plots,
         figures=plots,
     )

@@ -190,12 +190,11 @@ def test_a_split_is_described_with_all_its_choices(dense):
 
 
 def test_the_page_has_notes_figures_and_tables(result, tmp_path):
-    extra = ("Other limits", Grid(("limit", "step"), (("80 GiB", "1 s"),)))
-    path = layer_plan.render(result, tmp_path / "plan.html", ["The first note."], [extra])
+    path = layer_plan.render(result, tmp_path / "plan.html", ["The first note."])
     text = path.read_text()
     figures = layer_plan.figures(result)
     assert len(figures) == 5 and all(f'id="{figure.name}"' in text for figure in figures)
-    assert "The first note." in text and "Other limits" in text
+    assert "The first note." in text
     assert f"{result.training.model.name} on {result.training.num_ranks} ranks of h800-256" in text
 
 

@@ -13,7 +13,7 @@ from shardwright.planner.layers.degrees import Degrees, even_cuts
 from shardwright.planner.layers.layer_plan import make_layer_plan, split_axes, untrained_roles
 from shardwright.planner.layers.layer_search import LayerSplit, SearchResult, SplitPins, Training, all_degrees, search
 from shardwright.planner.layers.rank_groups import group_links, ring_seconds
-from shardwright.planner.layers.step_time import gradient_seconds, step_parts
+from shardwright.planner.layers.step_time import chunk_seconds, gradient_seconds, step_parts
 from shardwright.runtime.layer_request import complete_prices, is_layer_model, read_layer_request, with_ranks
 from shardwright.runtime.supported import check_supported
 from shardwright.spec import files, presets
@@ -190,6 +190,10 @@ def test_oversized_splits_exceed_the_limit():
     assert isinstance(result.oversized[0], LayerSplit) and isinstance(result.oversized[0].degrees, Degrees)
 
 
+def exposed_time(timer):
+    return gradient_seconds(timer, 0, chunk_seconds(timer))
+
+
 def test_hidden_collectives_of_gradients_are_no_part_of_the_step():
     hidden, exposed = (
         request("ranks=16", "pins.zero=1", "pins.pipeline=1", "pins.tensor=1", f"overlap={text}")
@@ -197,11 +201,11 @@ def test_hidden_collectives_of_gradients_are_no_part_of_the_step():
     )
     split = search(exposed).splits[0]
     seconds = [each.timer(split.degrees, split.batch) for each in (hidden, exposed)]
-    assert gradient_seconds(seconds[0], 0) < gradient_seconds(seconds[1], 0) == split.step.gradients
+    assert exposed_time(seconds[0]) < exposed_time(seconds[1]) == split.step.gradients
     inner, outer = CLUSTER.levels
     slow = replace(hidden.cluster, levels=(inner, replace(outer, num=2, bytes_per_second=1e8)))
     exposed_seconds = [replace(each, cluster=slow) for each in seconds]
-    assert 0.0 < gradient_seconds(exposed_seconds[0], 0) < gradient_seconds(exposed_seconds[1], 0)
+    assert 0.0 < exposed_time(exposed_seconds[0]) < exposed_time(exposed_seconds[1])
     assert "--overlap-grad-reduce" in megatron_flags(hidden, split).flags
     assert "--overlap-grad-reduce" not in megatron_flags(exposed, split).flags
 

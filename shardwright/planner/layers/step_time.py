@@ -138,7 +138,7 @@ def step_seconds(timer: LayerTimer) -> StepSeconds:
     return StepSeconds(
         passes=passes,
         bubble=max(0.0, 1 - micro_batches * busy / passes),
-        gradients=max(gradient_seconds(timer, rank) for rank in ranks),
+        gradients=max(gradient_seconds(timer, rank, chunks) for rank in ranks),
         optimizer=max(optimizer_seconds(timer, rank) for rank in ranks),
         offload=exposed_copies(timer, chunks),
     )
@@ -154,7 +154,7 @@ def estimate_step(timer: LayerTimer) -> StepSeconds:
     return StepSeconds(
         passes,
         fill / passes,
-        gradient_seconds(timer, 0),
+        gradient_seconds(timer, 0, chunks),
         optimizer_seconds(timer, 0),
         exposed_copies(timer, chunks),
     )
@@ -189,14 +189,14 @@ def message_seconds(timer: LayerTimer) -> float:
     return bytes_ / links.bytes_per_second
 
 
-def gradient_seconds(timer: LayerTimer, pipeline_rank: int) -> float:
+def gradient_seconds(timer: LayerTimer, pipeline_rank: int, chunks: Sequence[PassSeconds]) -> float:
     """Exposed collectives of gradients and weights of a pipeline rank, over ranks along data and context: all, or what
-    takes longer than the passes that hide them."""
+    takes longer than the passes of the chunks that hide them."""
     scatter, gather = gradient_collectives(timer, pipeline_rank)
     if not timer.overheads.hides_gradients:
         return scatter + gather
     degrees = timer.degrees
-    chunks = chunk_seconds(timer)[pipeline_rank :: degrees.pipeline]
+    chunks = chunks[pipeline_rank :: degrees.pipeline]
     # Of the last micro-batches, a chunk's gradients are sent while the chunks after it run.
     others = min(degrees.pipeline, degrees.micro_batches(timer.batch)) * (len(chunks) - 1) / len(chunks)
     forward, backward = (
