@@ -1,4 +1,5 @@
-"""How well the planner predicts steps of GPT under drawn parallelism: pipelines, DDP, FSDP, HSDP, recomputation.
+"""How well the planner predicts steps and memory of GPT under drawn parallelism: pipelines, DDP, FSDP, HSDP,
+recomputation.
 
     python -m benchmarks.drawn_layers [--on SETTING ...] [--draws N] [--seed N] [--steps N] [--write NAME]
 
@@ -9,29 +10,37 @@ plan.dense=...`, which predicts its own step before it starts. Settings: "4 x 1,
 0.45 of a core each and uplinks of that rate; "2 x 2, 250 Mbit", 2 hosts with 2 such ranks.
 
 A JSON line per configuration: the mean step from metrics.jsonl and the predicted one in ms, their ratio - 1 (`off`),
-and the steps of both halves of the run, which bound what any prediction can reach. A line per setting: mean and
-largest size of `off`, and `place`: that of the configuration that was measured fastest, in the order of predicted
-steps. Hosts, links and CPU quotas are emulated.
+and the steps of both halves of the run, which bound what any prediction can reach. Then the job is built once more from
+the run's plan, and ranks count what they allocate from there to the end of MEMORY_STEPS steps
+(benchmarks/live_memory.py): the peak of the fullest rank, the one that the planner predicts, and `memory_off`, the
+difference of the two that is largest over ranks, as a share. A line per setting: mean and largest size of `off` and of
+`memory_off`, and `place`: that of the configuration that was measured fastest, in the order of predicted steps. Hosts,
+links and CPU quotas are emulated.
 """
 
 import argparse
+import gc
 import json
 import os
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import product
+from contextlib import closing
+from itertools import islice, product
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from benchmarks import results_file
+from benchmarks.live_memory import Counter, compile_counter
 from benchmarks.recipes import LOG_EVERY, run_training, step_seconds
 from benchmarks.sharding import measure
 from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape
 from shardwright.report import step_times
+from shardwright.spec import files
+from shardwright.spec.plan import Plan
 from shardwright.spec.timeline import Timeline
 
 CPU = 0.45
@@ -39,7 +48,8 @@ SETTINGS = {
     "4 x 1, 500 Mbit": Shape((Host(uplink="500mbit", cpu=CPU),) * 4),
     "2 x 2, 250 Mbit": Shape((Host(ranks=2, uplink="250mbit", cpu=CPU),) * 2),
 }
-NUM_RANKS, SEQUENCES, LENGTH = 4, 64, 32
+SEQUENCES, LENGTH = 64, 32
+MEMORY, MEMORY_STEPS = "allocated at peak:", 4
 MODEL = ("model.channels=256", "model.num_blocks=8", "model.num_heads=4", "model.hidden=688")
 MODEL += (f"data.length={LENGTH}", f"train.batch_size={SEQUENCES}")
 
@@ -78,13 +88,75 @@ def compare_run(path: Path) -> dict[str, Any]:
     }
 
 
+def print_memory(path: str) -> None:
+    """On each rank: build the job of a run, train some steps, and print the bytes allocated at their peak.
+
+    Twice, since the first job of a process allocates some memory once.
+    """
+    import torch
+
+    from shardwright import config
+    from shardwright.kernels.matmul import use_library
+    from shardwright.runtime.build import build
+    from shardwright.runtime.dense_layout import mesh_for
+    from shardwright.runtime.run import recipe
+    from shardwright.runtime.run.setup import make_rank_loader
+
+    settings, plan = config.load(f"{path}/config.toml"), files.read(Plan, f"{path}/plan.json")
+    torch.manual_seed(settings.seed)
+    use_library(settings.train.products)
+    source, counter, allocated = recipe.make_source(settings), Counter(), 0
+    with closing(mesh_for(plan)) as mesh:
+        for _ in range(2):
+            model = recipe.make_model(settings, source)
+            gc.collect()
+            before = counter.live
+            counter.begin()
+            job = build(model, plan, mesh, optimizer=recipe.make_dense_optimizer(settings), clip=settings.dense.clip)
+            with closing(make_rank_loader(settings, source, plan.position(mesh.rank, plan.sample_axes))) as loader:
+                for _ in job.run(islice(loader, MEMORY_STEPS)):
+                    pass
+            allocated = counter.most - before
+            del job, model
+    print(f"{MEMORY} {allocated}", flush=True)
+
+
+def compare_memory(lab: Lab, path: Path, preload: Path, keys: Sequence[str], cluster: Path) -> dict[str, Any]:
+    """Predicted and measured peak of the bytes that a rank allocates for a job."""
+    from shardwright.planner.memory.budget import memory_parts_by_rank
+    from shardwright.runtime.planning import read_plan_request
+
+    problem = read_plan_request("gpt", keys, str(cluster)).make_plan().candidate.problem
+    predicted_R = sum(memory_parts_by_rank(problem).values())
+    bytes_by_rank: dict[int, float] = {}
+    lines: list[str] = []
+
+    def read_line(rank: int, line: str) -> None:
+        if line.startswith(MEMORY):
+            bytes_by_rank[rank] = float(line.removeprefix(MEMORY))
+        lines.append(f"[{rank}] {line}")
+
+    call = f"from benchmarks.drawn_layers import print_memory; print_memory({str(path)!r})"
+    result = lab.run(["env", f"LD_PRELOAD={preload}", sys.executable, "-c", call], read_line)
+    if result.rank is not None or len(bytes_by_rank) != len(predicted_R):
+        last = "\n".join(lines[-8:])
+        raise SystemExit(f"memory of {path.name}: rank {result.rank} ended with status {result.status}\n{last}")
+    measured_R = [bytes_by_rank[rank] for rank in sorted(bytes_by_rank)]
+    off = [predicted / measured - 1 for predicted, measured in zip(predicted_R, measured_R, strict=True)]
+    return {
+        "predicted_mb": round(1e-6 * max(predicted_R), 1),
+        "measured_mb": round(1e-6 * max(measured_R), 1),
+        "memory_off": round(max(off, key=abs), 4),
+    }
+
+
 def run_setting(setting: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     shape = SETTINGS[setting]
     drawn = random.Random(args.seed).sample(configurations(shape), args.draws)
     common = {"benchmark": "drawn_layers", "emulated": "hosts, links, CPU quotas", "setting": setting}
     lines: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder, Lab(shape, "drawn") as lab:
-        cluster, runs = Path(folder) / "cluster.toml", Path(folder) / "runs"
+        cluster, runs, preload = Path(folder) / "cluster.toml", Path(folder) / "runs", compile_counter(folder)
         measure(lab, cluster)
         runs.mkdir()
         for configuration in drawn:
@@ -92,20 +164,23 @@ def run_setting(setting: str, args: argparse.Namespace) -> Iterator[dict[str, An
             path = run_training(lab, runs, "gpt", keys)
             if isinstance(path, str):
                 raise SystemExit(f"{setting}, {configuration}: {path}")
-            lines.append(common | configuration._asdict() | compare_run(path))
+            memory = compare_memory(lab, path, preload, keys, cluster)
+            lines.append(common | configuration._asdict() | compare_run(path) | memory)
             yield lines[-1]
     yield common | summary(lines)
 
 
 def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Errors of the predictions, and the place of the fastest in the predicted order."""
-    sizes = [abs(line["off"]) for line in lines]
+    sizes, memory_sizes = ([abs(line[name]) for line in lines] for name in ("off", "memory_off"))
     fastest = min(lines, key=lambda line: line["measured_ms"])
     order = sorted(lines, key=lambda line: line["predicted_ms"])
     return {
         "configurations": len(lines),
         "mean_off": round(mean(sizes), 4),
         "max_off": round(max(sizes), 4),
+        "mean_memory_off": round(mean(memory_sizes), 4),
+        "max_memory_off": round(max(memory_sizes), 4),
         "place": 1 + order.index(fastest),
     }
 

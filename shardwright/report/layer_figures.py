@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardwright.planner.layers.layer_names import PART_NAMES, degrees_name, describe_split
-from shardwright.planner.layers.layer_search import NUM_PLAYED, LayerSplit, SearchResult, Training
+from shardwright.planner.layers.layer_search import NUM_SIMULATED, LayerSplit, SearchResult, Training
 from shardwright.planner.layers.step_time import Part, step_parts
 from shardwright.report import plots
 from shardwright.report.plots import Figure
@@ -184,7 +184,7 @@ def _search_caption(result: SearchResult, every: int) -> Iterator[str]:
     yield f"{num:,} configurations, of which {len(result.splits):,} fit into {limit} (dotted)."
     if any(split.host_bytes for split in result.splits):
         yield "Offload fills many of them up to the limit."
-    yield f"Steps are estimated, and played pass by pass for the best {NUM_PLAYED}."
+    yield f"Steps are estimated, and simulated pass by pass for the best {NUM_SIMULATED}."
     if every > 1:
         yield f"One in {every} is drawn, and all of the line."
 

@@ -99,7 +99,7 @@ def layer_works(training: Training, split: LayerSplit) -> Iterator[LayerWork]:
 
 def _works_of_layer(timer: LayerTimer, layer: int) -> Iterator[LayerWork]:
     model, degrees = timer.model, timer.degrees
-    products = layer_products(model, layer, timer.tokens, degrees, timer.imbalance)
+    products = layer_products(model, layer, timer.tokens, degrees, timer.batch.imbalance)
     for name, product in zip(product_names(model, layer), products, strict=True):
         yield _product_work(timer, name, product)
     seconds = timer.layer(layer)["attention"].forward

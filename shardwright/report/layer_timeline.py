@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from shardwright.planner.layers.layer_names import PART_NAMES, describe_split
 from shardwright.planner.layers.layer_search import LayerSplit, Training
-from shardwright.planner.layers.step_time import PlayedPass, chunk_seconds, message_seconds, play
+from shardwright.planner.layers.step_time import SimulatedPass, chunk_seconds, message_seconds, simulate_passes
 from shardwright.report import plots
 from shardwright.report.plots import Figure
 from shardwright.report.units import axis_time_unit, time_text
@@ -31,7 +31,7 @@ def timeline_figure(training: Training, split: LayerSplit) -> Figure:
     """A row for each pipeline rank, at most MAX_ROWS of them, with its passes, coloured by direction and chunk."""
     degrees, step = split.degrees, split.step
     timer = training.timer(degrees, split.batch)
-    passes = play(chunk_seconds(timer), degrees, degrees.micro_batches(split.batch), message_seconds(timer))
+    passes = simulate_passes(chunk_seconds(timer), degrees, degrees.micro_batches(split.batch), message_seconds(timer))
     rows = shown_ranks(degrees.pipeline)
     per_row = len(passes) // degrees.pipeline
     windows = step_windows(step.total, step.passes, per_row)
@@ -134,7 +134,7 @@ def _window_axis(window: Window, unit: str, unit_seconds: float) -> dict[str, An
 
 
 def _pass_traces(
-    split: LayerSplit, passes: Sequence[PlayedPass], window: Window, unit_seconds: float
+    split: LayerSplit, passes: Sequence[SimulatedPass], window: Window, unit_seconds: float
 ) -> Iterator[dict[str, Any]]:
     degrees = split.degrees
     num_of_row = 2 * degrees.micro_batches(split.batch) * degrees.num_chunks
@@ -164,7 +164,7 @@ def chunk_text(layers: range) -> str:
     return f"layer {layers.start}" if len(layers) == 1 else f"layers {layers.start} to {layers.stop - 1}"
 
 
-def _bars(name: str, passes: Sequence[PlayedPass], window: Window, unit_seconds: float) -> dict[str, Any]:
+def _bars(name: str, passes: Sequence[SimulatedPass], window: Window, unit_seconds: float) -> dict[str, Any]:
     return {
         "type": "bar",
         "orientation": "h",

@@ -64,6 +64,8 @@ class Tracer:
         self._unfinished: deque[tuple[_Record, GPUMark | None]] = deque()
         self._last_gpu_time = 0.0
         self._recent_ticks = RECENT_TICKS + micro_batches
+        self._in_flight: list[tuple[int, _Record]] = []  # work that had not ended when last looked at, with its tick
+        self._num_ticks = 0
         self._ticks: deque[list[_Record]] = deque([[]], maxlen=max(KEPT_TICKS, KEPT_STEPS * micro_batches))
         self._origin = time.perf_counter()
         self._next_number = 0
@@ -75,15 +77,19 @@ class Tracer:
     def begin_tick(self, step: int) -> None:
         """Assign the following waits to this step."""
         self.release_finished()
+        self._num_ticks += 1
         self._step = step
         self._ticks.append([])
         self._writers = {key: numbers for key, numbers in self._writers.items() if key[1] >= step - 1}
 
     def release_finished(self) -> None:
         """Release completed work, so that the tracer does not keep its results in memory."""
-        for record in (record for tick in list(self._ticks)[-self._recent_ticks :] for record in tick):
+        in_flight, self._in_flight = self._in_flight, []
+        for tick, record in in_flight:
             if record.pending is not None and (end := record.pending.end) is not None:
                 record.end, record.pending = end, None
+            elif tick > self._num_ticks - self._recent_ticks:
+                self._in_flight.append((tick, record))
         self._read_gpu_times()
 
     def _read_gpu_times(self, *, wait: bool = False) -> None:
@@ -122,6 +128,7 @@ class Tracer:
         """Record work that the current call has issued; outside of calls, in the step of the current tick."""
         start, records = pending.start, self._ticks[-1] if self._issued is None else self._issued
         records.append(_Record(self._new_id(), name, FLIGHT, lane, self._step, 0, start, start, pending))
+        self._in_flight.append((self._num_ticks, records[-1]))
 
     def trace_stage(self, stage: Stage) -> AbstractContextManager[None]:
         """Record a stage that no call runs, in the step of the current tick."""

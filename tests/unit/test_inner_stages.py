@@ -1,8 +1,10 @@
 """Stages inside a stage: they run once per value, wait for what they read, and are traced with their names."""
 
 import time
+import weakref
 
 import pytest
+import torch
 
 from shardwright.comm.pending import Pending, ready
 from shardwright.errors import UserError
@@ -145,3 +147,20 @@ def test_stages_on_a_gpu_last_until_their_kernels_have_completed():
     forward, backward, read = tracer.timeline().events
     assert (backward.start, backward.end - backward.start) == (forward.end, pytest.approx(2.0))
     assert read.start == read.end == backward.end  # without kernels of its own
+
+
+def test_ended_work_is_released_before_its_tick_ends():
+    """A tick of a pipeline has all micro-batches: what they received would stay in memory until the step's end."""
+    tracer, received = Tracer(), torch.zeros(2)
+    result = weakref.ref(received)
+    pending = Pending(lambda values=[received]: values.pop())
+    del received
+    tracer.begin_tick(0)
+    with tracer.trace_call(Call(Stage("receive", "pipe"), 0)):
+        tracer.add_flight("receive", "pipe", pending)
+    pending.wait()
+    del pending
+    assert result() is not None
+    tracer.release_finished()
+    assert result() is None
+    assert [event.name for event in tracer.timeline().events] == ["receive", "receive"]

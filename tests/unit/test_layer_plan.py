@@ -11,7 +11,15 @@ from shardwright.planner.engines.megatron import megatron_flags
 from shardwright.planner.layers import layer_reasons
 from shardwright.planner.layers.degrees import Degrees, even_cuts
 from shardwright.planner.layers.layer_plan import make_layer_plan, split_axes, untrained_roles
-from shardwright.planner.layers.layer_search import LayerSplit, SearchResult, SplitPins, Training, all_degrees, search
+from shardwright.planner.layers.layer_search import (
+    LayerSplit,
+    SearchResult,
+    SplitPins,
+    Training,
+    all_degrees,
+    price_split,
+    search,
+)
 from shardwright.planner.layers.rank_groups import group_links, ring_seconds
 from shardwright.planner.layers.step_time import chunk_seconds, gradient_seconds, step_parts
 from shardwright.runtime.layer_request import complete_prices, is_layer_model, read_layer_request, with_ranks
@@ -114,15 +122,18 @@ def test_what_does_not_fit_says_by_how_much():
     assert "no way to split llama-7b over 16 ranks with 64 sequences of 4096 and pins.tensor=3" in line
 
 
-def test_recorded_routing_makes_the_busiest_rank_slower():
+def test_recorded_routing_makes_the_busiest_rank_slower_and_fuller():
     model = load_transformer("qwen3-30b-a3b")
     skewed = (4.0, *[124 / 127] * 127)
     training = request("ranks=16", source="qwen3-30b-a3b")
     split = search(training).splits[0]
     uneven = replace(training, expert_shares=(tuple(share / 128 for share in skewed),))
     degrees = replace(split.degrees, expert=8)
-    assert model.experts and uneven.imbalance(degrees) == pytest.approx(8 * (4 + 15 * 124 / 127) / 128)
-    assert training.imbalance(degrees) == 1.0
+    assert model.experts and uneven.imbalance(degrees.expert) == pytest.approx(8 * (4 + 15 * 124 / 127) / 128)
+    assert training.imbalance(degrees.expert) == 1.0
+    even, skewed_split = (price_split(each, degrees, split.batch) for each in (training, uneven))
+    assert skewed_split.step.total > even.step.total
+    assert skewed_split.fullest.activations > 1.01 * even.fullest.activations
 
 
 @pytest.mark.parametrize(
@@ -225,7 +236,8 @@ def test_one_rank_and_hosts_that_share_a_link(tmp_path):
     inner, outer = CLUSTER.levels
     shared = replace(CLUSTER, levels=(inner, replace(outer, group_bytes_per_second=outer.bytes_per_second)))
     own, common = (group_links(each, 16, 1, 2) for each in (CLUSTER, shared))
-    assert ring_seconds(common, 1e9) == pytest.approx(8 * ring_seconds(own, 1e9))
+    seconds = [ring_seconds(links, 1e9) - ring_seconds(links, 0.0) for links in (common, own)]  # without latency
+    assert seconds[0] == pytest.approx(8 * seconds[1])
 
 
 def test_sequences_of_odd_length_need_no_context_parallelism():

@@ -13,7 +13,7 @@ from shardwright.planner.layers.degrees import Degrees, SequenceBatch, even_cuts
 from shardwright.planner.layers.layer_search import LayerSplit, SplitPins, Training, search
 from shardwright.planner.layers.layer_time import LayerTimer, Overheads, PassSeconds
 from shardwright.planner.layers.rank_groups import group_links, ring_seconds
-from shardwright.planner.layers.step_time import play, step_seconds
+from shardwright.planner.layers.step_time import simulate_passes, step_seconds
 from shardwright.spec import presets
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.transformer import load_transformer
@@ -22,25 +22,27 @@ CLUSTER = presets.load_cluster("h800-256")
 
 
 @pytest.mark.parametrize("ranks, chunks, micro_batches", [(1, 1, 3), (4, 1, 8), (4, 2, 8), (8, 5, 16), (3, 4, 9)])
-def test_played_schedules_have_the_published_bubble(ranks, chunks, micro_batches):
+def test_simulated_schedules_have_the_published_bubble(ranks, chunks, micro_batches):
     degrees = Degrees((1,) * ranks * chunks, pipeline=ranks)
-    played = play([PassSeconds(1.0, 2.0)] * ranks * chunks, degrees, micro_batches)
-    assert max(each.end for each in played) == pytest.approx(3 * (micro_batches * chunks + ranks - 1))
+    simulated = simulate_passes([PassSeconds(1.0, 2.0)] * ranks * chunks, degrees, micro_batches)
+    assert max(each.end for each in simulated) == pytest.approx(3 * (micro_batches * chunks + ranks - 1))
 
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.model} on {row.ranks}")
 def test_published_bubbles(row):
     """To the printed digit, as a share of the passes' time, with chunks of equal time."""
     degrees, micro_batches = row.degrees, row.degrees.micro_batches(row.batch)
-    seconds = max(each.end for each in play([PassSeconds(1.0, 2.0)] * len(degrees.cuts), degrees, micro_batches))
+    seconds = max(
+        each.end for each in simulate_passes([PassSeconds(1.0, 2.0)] * len(degrees.cuts), degrees, micro_batches)
+    )
     bubble = 1 - 3 * micro_batches * degrees.num_chunks / seconds
     assert 100 * bubble == pytest.approx(row.bubble, abs=0.006)
 
 
-def test_played_messages_delay_the_first_and_the_last_passes():
+def test_simulated_messages_delay_the_first_and_the_last_passes():
     degrees = Degrees((1,) * 4, pipeline=4)
-    played = play([PassSeconds(1.0, 2.0)] * 4, degrees, 8, 0.25)
-    assert max(each.end for each in played) > 3 * (8 + 3) + 2 * 3 * 0.25 - 1e-9
+    simulated = simulate_passes([PassSeconds(1.0, 2.0)] * 4, degrees, 8, 0.25)
+    assert max(each.end for each in simulated) > 3 * (8 + 3) + 2 * 3 * 0.25 - 1e-9
 
 
 def test_groups_that_do_not_fill_hosts_use_fewer_cards():
@@ -51,7 +53,8 @@ def test_groups_that_do_not_fill_hosts_use_fewer_cards():
     assert group_links(CLUSTER, 5, 4, 6).cards == 1
     assert group_links(CLUSTER, 3, 2, 8).cards == 1  # two in one host, one in the next
     links = group_links(CLUSTER, 8, 2, 6)
-    assert ring_seconds(links, 8e9) == pytest.approx(7e9 / (4 * CLUSTER.levels[1].bytes_per_second))
+    network = CLUSTER.levels[1]
+    assert ring_seconds(links, 8e9) == pytest.approx(7 * network.latency_seconds + 7e9 / (4 * network.bytes_per_second))
 
 
 def test_tensor_parallelism_without_sequence_parallelism():

@@ -47,8 +47,10 @@ class AttentionKernel(NamedTuple):
 FUSED = AttentionKernel()
 
 
-def saved_tensors(model: Transformer, layer: int, length: int, attention: AttentionKernel = FUSED) -> Iterator[Saved]:
-    """Of one token, on a rank without tensor parallelism."""
+def saved_tensors(
+    model: Transformer, layer: int, length: int, attention: AttentionKernel = FUSED, imbalance: float = 1.0
+) -> Iterator[Saved]:
+    """Of one token, on a rank without tensor parallelism; `imbalance`: of the rows of its experts."""
     hidden = VALUE_BYTES * model.hidden
     yield Saved("layer input", "layer input", hidden, False)
     yield Saved("attention norm", "norm", hidden, False)
@@ -71,16 +73,16 @@ def saved_tensors(model: Transformer, layer: int, length: int, attention: Attent
     if model.experts is None or not model.has_experts(layer):
         yield from _mlp_tensors(model, "MLP", model.intermediate, 1)
         return
-    experts = model.experts
+    experts, rows = model.experts, imbalance * model.experts.chosen
     yield Saved("router", "product", 4 * 2 * experts.num, False)  # logits and probabilities, float32
-    yield Saved("experts' rows", "product", experts.chosen * hidden, False)
-    yield from _mlp_tensors(model, "experts", experts.intermediate, experts.chosen)
-    yield Saved("experts' results", "product", experts.chosen * hidden, False)
+    yield Saved("experts' rows", "product", rows * hidden, False)
+    yield from _mlp_tensors(model, "experts", experts.intermediate, rows)
+    yield Saved("experts' results", "product", rows * hidden, False)
     if experts.shared:
         yield from _mlp_tensors(model, "shared experts", experts.intermediate, experts.shared)
 
 
-def _mlp_tensors(model: Transformer, name: str, intermediate: int, copies: int) -> Iterator[Saved]:
+def _mlp_tensors(model: Transformer, name: str, intermediate: int, copies: float) -> Iterator[Saved]:
     width = VALUE_BYTES * intermediate * copies
     yield Saved(f"{name} first product", "product", width * (2 if model.gated else 1), True)
     yield Saved(f"{name} activation", "activation", width * (2 if model.gated else 1), True)
@@ -119,6 +121,6 @@ def layer_bytes(
     tokens, dropped = batch.micro_sequences * batch.length / degrees.context, DROPPED[degrees.recompute]
     return {
         saved.name: saved.bytes_ * tokens / (degrees.tensor if saved.is_split or degrees.sequence_parallel else 1)
-        for saved in saved_tensors(model, layer, batch.length, attention)
+        for saved in saved_tensors(model, layer, batch.length, attention, batch.imbalance)
         if saved.kind not in dropped
     }

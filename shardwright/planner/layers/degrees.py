@@ -11,11 +11,13 @@ Recomputation = Literal["none", "scores", "memory-bound", "full"]
 
 @dataclass(frozen=True, slots=True)
 class SequenceBatch:
-    """Of a step: so many sequences of equal length over all ranks; a micro-batch has `micro_sequences` on each."""
+    """Of a step: so many sequences of equal length over all ranks; a micro-batch has `micro_sequences` on each.
+    `imbalance`: rows of the busiest rank's experts over the mean of all ranks."""
 
     sequences: int
     length: int
     micro_sequences: int = 1
+    imbalance: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

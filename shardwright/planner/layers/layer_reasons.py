@@ -12,6 +12,7 @@ COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits", "gat
 GIB = 1 << 30
 MIN_CHANGE = 0.003  # of a step: smaller differences are not named
 NUM_CHANGES = 3
+NUM_TRIED = 20  # of the oversized: those whose estimates are too short are passed over
 
 
 def split_reasons(result: SearchResult, num: int = 5) -> Iterator[str]:
@@ -49,9 +50,11 @@ def part_changes(training: Training, split: LayerSplit, best: LayerSplit) -> lis
 def faster_oversized(result: SearchResult, best: LayerSplit) -> str:
     """The configuration nearest to the best among those that would be faster but do not fit, if any."""
     faster = [split for split in result.oversized if split.step.total < best.step.total]
-    if not faster:
+    faster.sort(key=lambda split: (len(_changed_names(split, best)), split.step.total))
+    simulated = (replace(split, step=result.training.step_of(split)) for split in faster[:NUM_TRIED])
+    nearest = next((split for split in simulated if split.step.total < best.step.total), None)
+    if nearest is None:
         return ""
-    nearest = min(faster, key=lambda split: (len(_changed_names(split, best)), split.step.total))
     named = ", ".join(_changed_names(nearest, best))
     saving = 1 - nearest.step.total / best.step.total
     return f"{named} would save {saving:.1%}, but {overflow_text(result.training, nearest)}"

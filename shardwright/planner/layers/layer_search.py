@@ -1,7 +1,7 @@
 """The search for how a model of layers is split: all degrees that divide, pruned by memory, ranked by time.
 
 Each candidate gets an estimate from the work of its busiest rank and the fill of its pipeline. Of those that fit, those
-with the shortest estimates are played pass by pass.
+with the shortest estimates are simulated pass by pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from shardwright.spec.transformer import Transformer
 MICRO_SEQUENCES = (1, 2, 4)
 RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "memory-bound", "full")
 MAX_CONTEXT, MIN_PART = 16, 1024  # ranks of context parallelism; tokens of a sequence on each
-NUM_PLAYED = 60
+NUM_SIMULATED = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +65,23 @@ class Training:
     expert_shares: tuple[tuple[float, ...], ...] = ()
     pins: SplitPins = SplitPins()
 
-    def imbalance(self, degrees: Degrees) -> float:
-        """Rows of the busiest rank's experts over the mean; mean over the recorded passes."""
-        own = self.model.experts.num // degrees.expert if self.model.experts else 0
+    def imbalance(self, ranks: int) -> float:
+        """Rows of the busiest rank's experts over the mean, if they are split over so many ranks; mean over the
+        recorded passes."""
+        own = self.model.experts.num // ranks if self.model.experts else 0
         loads = [
-            max(sum(shares[first : first + own]) for first in range(0, len(shares), own)) * degrees.expert
+            max(sum(shares[first : first + own]) for first in range(0, len(shares), own)) * ranks
             for shares in self.expert_shares
         ]
         return sum(loads) / len(loads) if loads else 1.0
 
     def timer(self, degrees: Degrees, batch: SequenceBatch, priced: dict[Any, Any] | None = None) -> LayerTimer:
-        timer = LayerTimer(self.model, batch, degrees, self.cluster, self.overheads, self.imbalance(degrees))
+        timer = LayerTimer(self.model, batch, degrees, self.cluster, self.overheads)
         return timer if priced is None else replace(timer, priced=priced)
+
+    def step_of(self, split: "LayerSplit") -> StepSeconds:
+        """Its step, simulated pass by pass."""
+        return step_seconds(self.timer(split.degrees, split.batch))
 
     def tokens_per_second(self, step: StepSeconds) -> float:
         return self.sequences * self.length / step.total
@@ -119,7 +124,7 @@ class LayerSplit:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """`splits`: those that fit, shortest step first; after the first NUM_PLAYED they are estimated only. `oversized`:
+    """`splits`: those that fit, shortest step first; after the first NUM_SIMULATED they are estimated only. `oversized`:
     those that do not fit, estimated, shortest first."""
 
     training: Training
@@ -150,15 +155,16 @@ def _with_chunks(training: Training, shape: Degrees) -> Iterator[tuple[Degrees, 
     model = training.model
     pins = training.pins
     micro_sequences = (pins.micro,) if pins.micro else MICRO_SEQUENCES
-    batches = [SequenceBatch(training.sequences, training.length, micro) for micro in micro_sequences]
+    imbalances = {ranks: training.imbalance(ranks) for ranks in _expert_degrees(model, shape)}
     choices = product(
         _all_cuts(model.layers, shape.pipeline),
-        _expert_degrees(model, shape),
+        imbalances.items(),
         _all_shardings(training, shape),
         (pins.recompute,) if pins.recompute else RECOMPUTATIONS,
-        batches,
+        micro_sequences,
     )
-    for cuts, expert, (zero, shard), recompute, batch in choices:
+    for cuts, (expert, imbalance), (zero, shard), recompute, micro in choices:
+        batch = SequenceBatch(training.sequences, training.length, micro, imbalance)
         degrees = replace(shape, cuts=cuts, expert=expert, zero=zero, shard=shard, recompute=recompute)
         if training.pins.allow(degrees, batch) and next(degree_errors(model, batch, degrees), None) is None:
             yield degrees, batch
@@ -219,16 +225,15 @@ def search(training: Training, report: Callable[[str], None] = lambda line: None
     report(f"{num:,} configurations, {len(fitting):,} fit")
     fitting.sort(key=_order)
     oversized.sort(key=_order)
-    played = [
-        replace(split, step=step_seconds(training.timer(split.degrees, split.batch))) for split in fitting[:NUM_PLAYED]
-    ]
-    played.sort(key=_order)
-    return SearchResult(training, (*played, *fitting[NUM_PLAYED:]), tuple(oversized))
+    simulated = [replace(split, step=training.step_of(split)) for split in fitting[:NUM_SIMULATED]]
+    simulated.sort(key=_order)
+    return SearchResult(training, (*simulated, *fitting[NUM_SIMULATED:]), tuple(oversized))
 
 
 def price_split(training: Training, degrees: Degrees, batch: SequenceBatch) -> LayerSplit:
     """A given split, whether it fits or not, without offload unless the degrees have it."""
     degrees = degrees if degrees.offload else replace(degrees, offload=(0.0,) * degrees.pipeline)
+    batch = replace(batch, imbalance=training.imbalance(degrees.expert))
     memory = tuple(stage_memory(training.model, batch, degrees, training.memory_bytes))
     return LayerSplit(degrees, batch, memory, step_seconds(training.timer(degrees, batch)))
 

@@ -29,8 +29,8 @@ class Overheads:
     published configurations (benchmarks.layer_calibration). `hides_gradients`: collectives of gradients and weights
     overlap with the last backwards and the first forwards; else they follow the passes."""
 
-    exposed: float = 0.51
-    chunk_seconds: float = 0.00052
+    exposed: float = 0.495
+    chunk_seconds: float = 0.000488
     hides_gradients: bool = False
 
 
@@ -68,7 +68,6 @@ class LayerTimer:
     degrees: Degrees
     cluster: Cluster
     overheads: Overheads = Overheads()
-    imbalance: float = 1.0  # rows of the busiest rank's experts over the mean
     priced: dict[Any, PassSeconds] = field(default_factory=dict[Any, PassSeconds])  # timers may share it
 
     def layer_seconds(self, layer: int) -> PassSeconds:
@@ -90,7 +89,9 @@ class LayerTimer:
 
     def layer(self, layer: int) -> dict[Work, PassSeconds]:
         parts: dict[Work, PassSeconds] = {
-            "products": self._products(layer_products(self.model, layer, self.tokens, self.degrees, self.imbalance)),
+            "products": self._products(
+                layer_products(self.model, layer, self.tokens, self.degrees, self.batch.imbalance)
+            ),
             "attention": self._attention(),
             "memory": self._memory(layer),
             "tensor": self._tensor_collectives(),
@@ -166,7 +167,7 @@ class LayerTimer:
         """Rows to the ranks of their experts, and results back; each rank sends its part of the tokens."""
         experts, ranks = self.model.experts, self.degrees.expert
         assert experts is not None
-        rows = self.imbalance * self.tokens / self.degrees.tensor * experts.chosen
+        rows = self.batch.imbalance * self.tokens / self.degrees.tensor * experts.chosen
         links = group_links(self.cluster, ranks, 1, self.degrees.num_ranks // ranks)
         seconds = exchange_seconds(links, VALUE_BYTES * rows * self.model.hidden, self.cluster.ranks_per_host)
         return PassSeconds(2 * seconds, 2 * seconds)

@@ -21,6 +21,7 @@ class GroupLinks:
     size: int
     cards: int
     bytes_per_second: float  # of one rank's link, or of one card
+    latency_seconds: float = 0.0
 
 
 def group_links(cluster: Cluster, size: int, stride: int, num_groups_apart: int) -> GroupLinks:
@@ -32,7 +33,7 @@ def group_links(cluster: Cluster, size: int, stride: int, num_groups_apart: int)
     rate = level.bytes_per_second
     if level.group_bytes_per_second is not None:  # all ranks of a host share a link
         rate = min(rate, level.group_bytes_per_second / cluster.ranks_per_host)
-    return GroupLinks(size, cards, rate)
+    return GroupLinks(size, cards, rate, level.latency_seconds)
 
 
 @lru_cache(maxsize=4096)
@@ -51,11 +52,12 @@ def exchange_seconds(links: GroupLinks, bytes_: float, per_host: int) -> float:
     """An all-to-all in which each rank sends `bytes_`, evenly; each has a network card."""
     near = links.size if links.cards == 0 else max(1, min(links.cards, per_host))
     sent = links.size - (1 if links.cards == 0 else near)
-    return bytes_ * sent / links.size / links.bytes_per_second
+    return links.latency_seconds + bytes_ * sent / links.size / links.bytes_per_second
 
 
 def ring_seconds(links: GroupLinks, bytes_: float) -> float:
     """An all-gather or reduce-scatter of `bytes_` in all."""
     if links.size == 1:
         return 0.0
-    return bytes_ * (links.size - 1) / links.size / (links.bytes_per_second * max(1, links.cards))
+    steps = links.size - 1
+    return steps * (links.latency_seconds + bytes_ / links.size / (links.bytes_per_second * max(1, links.cards)))

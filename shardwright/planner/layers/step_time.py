@@ -35,7 +35,7 @@ class StepSeconds:
         return self.passes + self.gradients + self.optimizer + self.offload
 
 
-class PlayedPass(NamedTuple):
+class SimulatedPass(NamedTuple):
     """A forward or backward of a chunk of the model, for one micro-batch."""
 
     rank: int  # of the pipeline
@@ -92,11 +92,11 @@ def exposed_copies(timer: LayerTimer, chunks: Sequence[PassSeconds]) -> float:
     return max(exposed)
 
 
-def play(
+def simulate_passes(
     chunks: Sequence[PassSeconds], degrees: Degrees, micro_batches: int, message_seconds: float = 0.0
-) -> list[PlayedPass]:
+) -> list[SimulatedPass]:
     """The passes of a step, if the ranks of a pipeline run these chunks in the order of the schedule."""
-    num, ends, played = len(chunks), dict[tuple[str, int, int], float](), list[PlayedPass]()
+    num, ends, simulated = len(chunks), dict[tuple[str, int, int], float](), list[SimulatedPass]()
     schedule = SCHEDULES["1f1b" if degrees.num_chunks == 1 else degrees.schedule]
     tokens = [[*schedule(degrees.pipeline, r, degrees.num_chunks, micro_batches)] for r in range(degrees.pipeline)]
     positions, clocks, waiting = [0] * degrees.pipeline, [0.0] * degrees.pipeline, set(range(degrees.pipeline))
@@ -117,11 +117,11 @@ def play(
                 start = max(clocks[rank], arrived)
                 clocks[rank] = start + (chunks[chunk].forward if is_forward else chunks[chunk].backward)
                 ends[pass_, chunk, micro] = clocks[rank]
-                played.append(PlayedPass(rank, chunk, micro, is_forward, start, clocks[rank]))
+                simulated.append(SimulatedPass(rank, chunk, micro, is_forward, start, clocks[rank]))
                 positions[rank] += 1
             else:
                 waiting.discard(rank)
-    return played
+    return simulated
 
 
 def busiest_rank(chunks: Sequence[PassSeconds], num_ranks: int) -> tuple[int, float]:
@@ -133,7 +133,7 @@ def busiest_rank(chunks: Sequence[PassSeconds], num_ranks: int) -> tuple[int, fl
 def step_seconds(timer: LayerTimer) -> StepSeconds:
     degrees, micro_batches = timer.degrees, timer.degrees.micro_batches(timer.batch)
     chunks = chunk_seconds(timer)
-    passes = max(each.end for each in play(chunks, degrees, micro_batches, message_seconds(timer)))
+    passes = max(each.end for each in simulate_passes(chunks, degrees, micro_batches, message_seconds(timer)))
     busy, ranks = busiest_rank(chunks, degrees.pipeline)[1], range(degrees.pipeline)
     return StepSeconds(
         passes=passes,
@@ -145,7 +145,7 @@ def step_seconds(timer: LayerTimer) -> StepSeconds:
 
 
 def estimate_step(timer: LayerTimer) -> StepSeconds:
-    """The step without playing it: the passes of the busiest rank, and the time until it starts and after it ends."""
+    """The step without simulating it: the passes of the busiest rank, and the time until it starts and after it ends."""
     degrees, micro_batches = timer.degrees, timer.degrees.micro_batches(timer.batch)
     chunks, num = chunk_seconds(timer), degrees.pipeline
     busy = busiest_rank(chunks, num)[1]
@@ -186,7 +186,7 @@ def message_seconds(timer: LayerTimer) -> float:
     inner = timer.degrees.num_ranks // degrees.pipeline
     links = group_links(timer.cluster, degrees.pipeline, inner, 1)
     bytes_ = VALUE_BYTES * timer.tokens * timer.model.hidden / degrees.tensor
-    return bytes_ / links.bytes_per_second
+    return links.latency_seconds + bytes_ / links.bytes_per_second
 
 
 def gradient_seconds(timer: LayerTimer, pipeline_rank: int, chunks: Sequence[PassSeconds]) -> float:
@@ -217,15 +217,14 @@ def gradient_collectives(timer: LayerTimer, pipeline_rank: int) -> tuple[float, 
     ):
         shards = min(degrees.num_shards, size)
         shard_links = group_links(timer.cluster, shards, inner, degrees.num_ranks // (shards * inner))
-        if shard_links.cards and degrees.zero < 3:
+        if degrees.zero < 3:
             width = WEIGHT_BYTES if degrees.zero else GRADIENT_BYTES
             gather += ring_seconds(shard_links, width * weights)
-        if shard_links.cards and degrees.zero < 2:
+        if degrees.zero < 2:
             scatter += ring_seconds(shard_links, GRADIENT_BYTES * weights)
         copies = size // shards
         links = group_links(timer.cluster, copies, inner * shards, degrees.num_ranks // (size * inner))
-        if links.cards:
-            scatter += 2 * ring_seconds(links, GRADIENT_BYTES * weights / shards)
+        scatter += 2 * ring_seconds(links, GRADIENT_BYTES * weights / shards)
     return scatter, gather
 
 
@@ -236,4 +235,4 @@ def optimizer_seconds(timer: LayerTimer, pipeline_rank: int) -> float:
     if degrees.zero:
         weights = plain / degrees.num_shards + expert / min(degrees.num_shards, degrees.expert_replicas)
     rate = primitives.find_price(timer.cluster.device, "matmul", DTYPE).seconds_per_byte
-    return (2 * OPTIMIZER_BYTES - GRADIENT_BYTES) * weights * rate
+    return (GRADIENT_BYTES + 2 * OPTIMIZER_BYTES + WEIGHT_BYTES) * weights * rate

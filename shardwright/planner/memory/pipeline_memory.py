@@ -6,7 +6,7 @@ from shardwright.planner.memory.dense_model import MemoryParts
 from shardwright.planner.problem import Problem
 from shardwright.spec.pipeline import FORWARD, SCHEDULES, Chunk, rank_chunks
 
-MESSAGE_BUFFERS = 2  # for each boundary: one micro-batch runs while the next is received
+MESSAGES_IN_FLIGHT = 4  # activations that are received and sent, and their gradients
 
 
 def memory_by_stage(problem: Problem) -> list[MemoryParts]:
@@ -27,7 +27,7 @@ def _rank_memory(problem: Problem, index: int, ranks: tuple[int, ...], num_ranks
     parts["activations"] += max(0.0, _peak_saved_bytes(problem, saved, index, num_ranks) - sum(saved.values()))
     if own.micro_batches > 1:
         parts["dense gradients"] = dense_model.all_gradient_bytes(own)
-    parts["messages"] = MESSAGE_BUFFERS * sum(_message_bytes(problem, chunk) for chunk in chunks)
+    parts["messages"] = MESSAGES_IN_FLIGHT * max(_message_bytes(problem, chunk) for chunk in chunks)
     return tuple(parts.items())
 
 
@@ -42,6 +42,6 @@ def _peak_saved_bytes(problem: Problem, saved: dict[int, float], index: int, num
 
 
 def _message_bytes(problem: Problem, chunk: Chunk) -> float:
-    """Bytes of the activations that a chunk receives and sends; their gradients go back when these are freed."""
+    """Bytes of the largest message of a chunk."""
     received = 0.0 if chunk.is_first else boundary_bytes(problem, chunk.number)
-    return received + (0.0 if chunk.is_last else boundary_bytes(problem, chunk.number + 1))
+    return max(received, 0.0 if chunk.is_last else boundary_bytes(problem, chunk.number + 1))
