@@ -55,8 +55,6 @@ def run_calls(
                 slots.wait_for_writes()
             slots.release(released_after[call.stage.name])
             del slots  # a caller may stop after this tick, and would keep the batch in memory
-            if schedule and tracer is not None:  # a tick has many messages
-                tracer.release_finished()
         last = order.last_batch(tick)
         if last >= max(order.first, tick * order.batches_per_tick):
             if (last + 1) % order.micro_batches == 0 or last + 1 == order.end:

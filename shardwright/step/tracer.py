@@ -11,7 +11,7 @@ import torch
 from shardwright.comm.pending import Pending
 from shardwright.comm.sent_bytes import SentBytes
 from shardwright.spec.calls import Call
-from shardwright.spec.lanes import MAIN
+from shardwright.spec.lanes import MAIN, PIPELINE_LANES
 from shardwright.spec.plan import Stage
 from shardwright.spec.timeline import Event, Timeline
 from shardwright.step.gpu_clock import GPUClock, GPUMark
@@ -123,6 +123,8 @@ class Tracer:
         written = own_work[-1] if own_work else record
         for slot in stage.writes:
             self._writers.setdefault((slot, call.step), {})[call.micro] = written.number
+        if stage.lane in PIPELINE_LANES:  # a tick has the messages of all micro-batches
+            self.release_finished()
 
     def add_flight(self, name: str, lane: str, pending: Pending) -> None:
         """Record work that the current call has issued; outside of calls, in the step of the current tick."""

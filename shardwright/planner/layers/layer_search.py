@@ -124,8 +124,8 @@ class LayerSplit:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """`splits`: those that fit, shortest step first; after the first NUM_SIMULATED they are estimated only. `oversized`:
-    those that do not fit, estimated, shortest first."""
+    """`splits`: those that fit, shortest step first; after the first NUM_SIMULATED they are only estimated.
+    `oversized`: those that do not fit, estimated, shortest first."""
 
     training: Training
     splits: tuple[LayerSplit, ...]

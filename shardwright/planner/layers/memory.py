@@ -1,7 +1,7 @@
 """Memory of a rank of each pipeline rank: states, saved activations of the micro-batches in flight, and what offload
 moves to the host.
 
-Activations in flight are simulated from the schedule, in bytes, so that chunks of different sizes count as they are. With
+Activations in flight follow from the schedule, in bytes, so that chunks of different sizes count as they are. With
 offload, a share of what a micro-batch saves in a chunk is in host memory between its forward and its backward, except
 for KEPT_CHUNKS of them: one is computed, one is on its way out, and two come back.
 """

@@ -145,7 +145,7 @@ def step_seconds(timer: LayerTimer) -> StepSeconds:
 
 
 def estimate_step(timer: LayerTimer) -> StepSeconds:
-    """The step without simulating it: the passes of the busiest rank, and the time until it starts and after it ends."""
+    """The step without a simulation: the passes of the busiest rank, and the time until it starts and after it ends."""
     degrees, micro_batches = timer.degrees, timer.degrees.micro_batches(timer.batch)
     chunks, num = chunk_seconds(timer), degrees.pipeline
     busy = busiest_rank(chunks, num)[1]
