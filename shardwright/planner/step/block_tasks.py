@@ -1,6 +1,7 @@
 """Durations of the dense model's blocks on a rank: matrix products by shape, and memory traffic."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardwright.planner.price import overheads, primitives
 from shardwright.planner.problem import Problem
@@ -20,6 +21,12 @@ def split_blocks(problem: Problem) -> tuple[list[Block], list[Block]]:
 
 def pass_task(problem: Problem, blocks: Sequence[Block], direction: str) -> Task:
     """The forward or backward pass of some blocks as one task. `direction`: "forward" or "backward"."""
+    task = _priced_pass(problem, blocks, direction)
+    return replace(task, seconds=task.seconds_on(0) * measured_pace(problem, blocks, direction))
+
+
+def _priced_pass(problem: Problem, blocks: Sequence[Block], direction: str) -> Task:
+    """A pass by the device's prices."""
     device, share = problem.cluster.device, problem.local_batch_share
     products = [product for block in blocks for product in getattr(block, f"{direction}_products")]
     flops = sum(getattr(block, f"{direction}_flops") for block in blocks)
@@ -34,19 +41,20 @@ def pass_task(problem: Problem, blocks: Sequence[Block], direction: str) -> Task
     other_flops = max(0, flops - sum(product.flops for product in products)) * share
     seconds = primitives.flops_cost(device, other_flops, fallback, dtype).seconds
     seconds += sum(_product_seconds(device, product, share, dtype) for product in products)
-    seconds = (seconds + memory_pass_seconds(device, bytes_)) * measured_pace(problem, blocks, direction)
+    seconds += memory_pass_seconds(device, bytes_)
     return Task(seconds=seconds, flops=int(flops * share), bytes_=int(fallback + bytes_))
 
 
 def measured_pace(problem: Problem, blocks: Sequence[Block], direction: str) -> float:
-    """Measured over predicted seconds of a pass of these blocks; 1 if not measured."""
+    """Measured over priced seconds of a pass of these blocks, with what it recomputes; 1 if not measured."""
     pace = problem.top_pace if any(block.needs_vectors for block in blocks) else problem.bottom_pace
     return pace[direction == "backward"]
 
 
 def recompute_task(problem: Problem, block: Block, policy: RecomputePolicy) -> Task:
-    """A block's forward pass repeated in its backward: all of it ("nothing" is saved), or all but products."""
-    forward = pass_task(problem, [block], "forward")
+    """A block's forward pass repeated in its backward, by the device's prices: all of it ("nothing" is saved), or all
+    but products."""
+    forward = _priced_pass(problem, [block], "forward")
     if policy == "nothing":
         return forward
     device, bytes_ = problem.cluster.device, block.forward_bytes * problem.local_batch_share
@@ -58,14 +66,14 @@ def recompute_task(problem: Problem, block: Block, policy: RecomputePolicy) -> T
 
 def backward_task(problem: Problem, blocks: Sequence[Block]) -> Task:
     """The backward pass of some blocks, with the forward passes that activation checkpointing repeats."""
-    backward, policy = pass_task(problem, blocks, "backward"), dict(problem.dense.recompute)
+    backward, policy = _priced_pass(problem, blocks, "backward"), dict(problem.dense.recompute)
     recomputed = [block for block in blocks if block.name in policy]
     recompute_tasks = [recompute_task(problem, block, policy[block.name]) for block in recomputed]
     counts: list[tuple[RecomputePolicy, int]] = [(policy[block.name], block.forward_calls) for block in recomputed]
+    seconds = backward.seconds_on(0) + sum(task.seconds_on(0) for task in recompute_tasks)
+    seconds += overheads.recompute_overhead_seconds(problem.cluster.device, counts)
     return Task(
-        seconds=backward.seconds_on(0)
-        + sum(task.seconds_on(0) for task in recompute_tasks)
-        + overheads.recompute_overhead_seconds(problem.cluster.device, counts),
+        seconds=seconds * measured_pace(problem, blocks, "backward"),
         flops=backward.flops + sum(task.flops for task in recompute_tasks),
         bytes_=backward.bytes_,
     )

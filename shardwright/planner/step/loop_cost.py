@@ -51,11 +51,13 @@ class LoopCost:
     def apply_measured_pace(self, problem: Problem) -> Problem:
         """The problem with the measured speed of the dense model."""
         parts = 1 if problem.pipeline is None else problem.pipeline.micro_batches
-        split = block_tasks.split_blocks(problem)
+        micro_batch, split = replace(problem, micro_batches=parts), block_tasks.split_blocks(problem)
         paces: list[tuple[float, float]] = []
         for direction, low, high in zip(("forward", "backward"), self.bottom_seconds, self.top_seconds, strict=True):
             bottom, top = (
-                block_tasks.pass_task(replace(problem, micro_batches=parts), blocks, direction).seconds_on(0)
+                block_tasks.backward_task(micro_batch, blocks).seconds_on(0)
+                if direction == "backward"
+                else block_tasks.pass_task(micro_batch, blocks, direction).seconds_on(0)
                 for blocks in split
             )
             if not (high if bottom and top else (low + high) * (bottom + top)):

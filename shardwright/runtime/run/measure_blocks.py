@@ -7,22 +7,26 @@ stay in the processor's caches, and a rank needs no memory for the whole model.
 import copy
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle, pairwise
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from shardwright.dense.activation_checkpoint import CheckpointedBlock
 from shardwright.jagged import Batch
 from shardwright.runtime.materialize import materialize
+from shardwright.spec.plan import RecomputePolicy
 from shardwright.spec.workload import Dtype
 
 MIN_CALLS, MAX_CALLS, SECONDS = 3, 50, 1.0  # of each kind of block
 MAX_COPIES_BYTES = 1 << 26  # of the weights of all copies: more than the caches of a core hold
 Seconds = tuple[float, float]  # forward, backward
+NO_RECOMPUTATION = MappingProxyType[str, RecomputePolicy]({})
 
 
 def has_parts(model: nn.Module) -> bool:
@@ -33,26 +37,35 @@ def has_parts(model: nn.Module) -> bool:
 
 
 def block_seconds(
-    model: Any, batches: Sequence[Batch], num_blocks: int, dtype: Dtype, *, num_in_flight: int = 1
+    model: Any,
+    batches: Sequence[Batch],
+    num_blocks: int,
+    dtype: Dtype,
+    *,
+    num_in_flight: int = 1,
+    recompute: Mapping[str, RecomputePolicy] = NO_RECOMPUTATION,
 ) -> Seconds:
     """Seconds of the forward passes of all parts of the model for one of these batches, and of all backward passes.
 
-    `num_blocks`: of the model, in the memory of a rank. `num_in_flight`: batches whose activations it holds. Both
+    `num_blocks`: of the model, in the memory of a rank. `num_in_flight`: batches whose activations it holds.
+    `recompute`: policies of activation checkpointing, by block, whose backward then includes what it repeats. Both
     results are in the ratio of their processor times; their sum is real time, since ranks share cores, and may have
     quotas of them.
     """
-    measured: dict[str, Seconds] = {}
+    measured: dict[tuple[str, str], Seconds] = {}
     inputs: list[Any] = [*batches]
     seconds: list[Seconds] = []
     with torch.random.fork_rng(devices=[]):
-        parts = (model.embed, *model.blocks, model.head)
-        keys = [_describe(part) for part in parts]
-        for part, key in zip(parts, keys, strict=True):
+        parts = {"embed": model.embed, **{f"blocks.{i}": block for i, block in enumerate(model.blocks)}}
+        parts["head"] = model.head
+        keys = [(_describe(part), recompute.get(name, "")) for name, part in parts.items()]
+        for (name, part), key in zip(parts.items(), keys, strict=True):
             if key not in measured:
                 loss = model.loss if part is model.head else None
                 num_copies = max(1, min(keys.count(key), num_blocks, MAX_COPIES_BYTES // (1 + _parameter_bytes(part))))
                 copies = [copy.deepcopy(part) for _ in range(num_copies)]
-                measured[key], inputs = _time_copies(copies, loss, batches, inputs, dtype, num_in_flight)
+                policy = recompute.get(name)
+                measured[key], inputs = _time_copies(copies, policy, loss, batches, inputs, dtype, num_in_flight)
             seconds.append(measured[key])
     forward, backward = zip(*seconds, strict=True)
     return sum(forward), sum(backward)
@@ -70,6 +83,7 @@ def _parameter_bytes(part: nn.Module) -> int:
 
 def _time_copies(
     copies: Sequence[nn.Module],
+    policy: RecomputePolicy | None,
     loss: nn.Module | None,
     batches: Sequence[Batch],
     inputs: Sequence[Any],
@@ -83,6 +97,7 @@ def _time_copies(
     """
     for module in copies:
         materialize(module, torch.device("cpu"))
+    run = copies if policy is None else [CheckpointedBlock(module, policy) for module in copies]
     outputs: list[Any] = [None] * len(batches)
     in_flight: deque[Any] = deque()
     calls: list[Seconds] = []
@@ -91,7 +106,7 @@ def _time_copies(
         x = tree_map_only(Tensor, _as_leaf, inputs[number])
         start = time.process_time()
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-            for module in copies:
+            for module in run:
                 x = module(x)
         if loss is not None:
             x = loss(tree_map_only(Tensor, Tensor.float, x), batches[number])

@@ -62,7 +62,12 @@ def measure_this_rank(settings: Settings, source: Source, model: Any, plan: Plan
             batches = [_last_micro_batch(to_batch(make_rows()), plan) for _ in range(NUM_BLOCK_BATCHES)]
             num_blocks = -(-len(model.blocks) // plan.num_pipeline_ranks)
             passes = measure_blocks.block_seconds(
-                model, batches, num_blocks, plan.dense.dtype, num_in_flight=plan.num_pipeline_ranks
+                model,
+                batches,
+                num_blocks,
+                plan.dense.dtype,
+                num_in_flight=plan.num_pipeline_ranks,
+                recompute=dict(plan.dense.recompute),
             )
             times = passes, (0.0, 0.0)
         elif sparse_of(model) is not None and not saves_memory:
