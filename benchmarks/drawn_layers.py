@@ -32,6 +32,8 @@ from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from benchmarks import results_file
 from benchmarks.live_memory import Counter, compile_counter
 from benchmarks.recipes import LOG_EVERY, run_training, step_seconds
@@ -66,11 +68,13 @@ class Configuration(NamedTuple):
 
 
 def configurations(shape: Shape) -> list[Configuration]:
-    """All that the setting can run."""
-    layouts = {1: ["DDP", "FSDP", *(["HSDP"] if shape.hosts[0].ranks > 1 else [])], 2: ["DDP", "FSDP"], 4: ["DDP"]}
+    """All that the setting can run; a pipeline is along one level of the network."""
+    per_host = shape.hosts[0].ranks
+    layouts = {1: ["DDP", "FSDP", *(["HSDP"] if per_host > 1 else [])], 2: ["DDP", "FSDP"]}
+    layouts |= {4: ["DDP"]} if per_host == 1 else {}
     return [
         Configuration(pipeline, micro_batches, f"{layout}{checkpointing}")
-        for pipeline, micro_batches, checkpointing in product((1, 2, 4), (1, 4, 8), ("", " + selective", " + full"))
+        for pipeline, micro_batches, checkpointing in product(layouts, (1, 4, 8), ("", " + selective", " + full"))
         for layout in layouts[pipeline]
         if (pipeline == 1) == (micro_batches == 1)
     ]
@@ -127,7 +131,7 @@ def compare_memory(lab: Lab, path: Path, preload: Path, keys: Sequence[str], clu
     from shardwright.runtime.planning import read_plan_request
 
     problem = read_plan_request("gpt", keys, str(cluster)).make_plan().candidate.problem
-    predicted_R = sum(memory_parts_by_rank(problem).values())
+    predicted_R = np.sum([*memory_parts_by_rank(problem).values()], axis=0).tolist()
     bytes_by_rank: dict[int, float] = {}
     lines: list[str] = []
 

@@ -45,7 +45,7 @@ RATES = {"reddit": ["100mbit", "25mbit"], "amazon": ["250mbit", "60mbit"], "ogbn
 def run(stream: GraphStream, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     first = {"benchmark": "het_graphs", "graph": stream.name}
     yield first | stream.draw()
-    cluster = Path(args.cluster or stream.folder, f"{stream.name}.toml")
+    cluster = Path(args.cluster or stream.folder, f"{stream.name}-{args.rates[0]}.toml")
     if not cluster.exists():
         with Lab(Shape((Host(uplink=args.rates[0], cpu=CPU),) * RANKS), "het") as lab:
             measure(lab, cluster)
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sides", nargs="*", choices=SIDES, default=SIDES)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="of a turn")
-    parser.add_argument("--cluster", default="", metavar="FOLDER", help="with GRAPH.toml; measured if missing")
+    parser.add_argument("--cluster", default="", metavar="FOLDER", help="with GRAPH-RATE.toml; measured if missing")
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     args = parser.parse_args(arguments)
