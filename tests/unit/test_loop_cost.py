@@ -243,6 +243,22 @@ def test_the_dense_model_takes_its_measured_seconds():
     assert LoopCost(bottom_seconds=(1.0, 1.0)).apply_measured_pace(problem) is problem
 
 
+@pytest.mark.parametrize("policy", ["nothing", "products"])
+def test_measured_backward_passes_have_what_is_recomputed(policy):
+    problem = make_candidate().problem
+    upper = [block for block in problem.workload.blocks if block.needs_vectors]
+    recompute = tuple((block.name, policy) for block in upper)
+    problem = replace(
+        problem,
+        workload=replace(problem.workload, blocks=tuple(upper)),
+        dense=replace(problem.dense, recompute=recompute),
+    )
+    assert block_tasks.backward_task(problem, upper).seconds > block_tasks.pass_task(problem, upper, "backward").seconds
+    measured = LoopCost(top_seconds=(3.0, 6.0)).apply_measured_pace(problem)
+    assert block_tasks.pass_task(measured, upper, "forward").seconds == pytest.approx(3.0)
+    assert block_tasks.backward_task(measured, upper).seconds == pytest.approx(6.0)
+
+
 def test_bottom_seconds_without_bottom_blocks_are_added_to_the_top():
     workload = make_candidate().problem.workload
     upper = [block for block in workload.blocks if block.needs_vectors]

@@ -74,6 +74,19 @@ def test_equal_blocks_are_timed_once(monkeypatch):
     assert forward > 0 and backward > 0
 
 
+@pytest.mark.parametrize("policy", ["nothing", "products"])
+def test_backward_includes_what_activation_checkpointing_repeats(monkeypatch, policy):
+    monkeypatch.setattr(measure_blocks, "SECONDS", 0.05)
+    batches = [make_batch(0), make_batch(1)]
+    model, calls = make_model((0.02, 0.02))
+    recompute = {f"blocks.{number}": policy for number in range(2)}
+    forward, backward = measure_blocks.block_seconds(model, batches, 2, "float32", recompute=recompute)
+    assert forward > 0.04 and backward > 0.04
+    assert all(type(block) is Busy for block in model.blocks), "the model itself is not wrapped"
+    plain_backward = measure_blocks.block_seconds(model, batches, 2, "float32")[1]
+    assert backward > plain_backward + 0.02
+
+
 def test_frozen_parts_have_no_backward_pass(monkeypatch):
     monkeypatch.setattr(measure_blocks, "SECONDS", 0.05)
     model, _ = make_model((0.0,))

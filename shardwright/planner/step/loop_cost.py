@@ -25,7 +25,8 @@ class LoopCost:
     and the rank's computation both run, each runs at `shared_rate` of its speed. Every `batches_per_log` batches,
     results of `gathered_bytes` are all-gathered one after the other. `bottom_seconds` (overlapped with the exchange of
     vectors or their gradients) and `top_seconds` are of the dense model and the loss, forward and backward, of one
-    micro-batch of a pipeline; 0: not measured, the planner's prices are used. All blocks may be the bottom, or the top.
+    micro-batch of a pipeline, the backward with what activation checkpointing repeats; 0: not measured, the planner's
+    prices are used. All blocks may be the bottom, or the top.
     """
 
     read_seconds: float = 0.0
