@@ -364,6 +364,7 @@ def test_vectors_of_short_bags_are_priced_by_bags_of_one_id(pin, bag, lookups, u
     """`lookups`, `updates`: vectors that the first rank writes, and whose gradients it reads, of 512 samples."""
     workload, plain = make_workload((100_000, 32, bag)), make_cluster(4)
     plan = make_plan(workload, plain, pins={"t0": pin}).plan
+    plan = replace(plan, tables=tuple(replace(table, travel="vectors") for table in plan.tables))
     first, second = (
         reprice.reprice_plan(search.define_problem(workload, cluster, 512, exact_precision(workload)), plan).loads
         for cluster in (plain, with_vector_prices(plain))

@@ -179,14 +179,8 @@ def stage_tasks(problem: Problem, placed: PlacedTables, loads: RankLoads) -> dic
     if block_stages.expands_blocks(problem):
         extra = (time + overhead.pop(name, 0.0) for name, time in zip(("top", "top.backward"), extras, strict=True))
         tasks |= block_stages.body_tasks(problem, *extra)
-        tasks["gradients"] = replace(
-            tasks["gradients"],
-            is_collective=gradients.is_collective,
-            levels=gradients.levels,
-            compute_slowdown=gradients.compute_slowdown,
-        )
     else:
-        tasks |= _bottom_and_top_tasks(problem, placed, *extras)
+        tasks |= _bottom_and_top_tasks(problem, *extras)
     return tasks | {name: tasks[name].lengthen(seconds) for name, seconds in overhead.items()}
 
 
@@ -205,17 +199,14 @@ def call_seconds(problem: Problem, placed: PlacedTables) -> dict[str, float]:
     return overheads.stage_overhead_seconds(problem.cluster.device, num_features, num_others, num_tables)
 
 
-def _bottom_and_top_tasks(
-    problem: Problem, placed: PlacedTables, vector_seconds: float, gradient_seconds: float
-) -> dict[str, Task]:
+def _bottom_and_top_tasks(problem: Problem, vector_seconds: float, gradient_seconds: float) -> dict[str, Task]:
     """The dense model as bottom (needs no vectors) and top; the top's passes include the work on vectors."""
     bottom, top = block_tasks.split_blocks(problem)
-    replica_bytes = traffic.data_parallel_gradient_bytes(problem, placed)
     return {
         "bottom": block_tasks.pass_task(problem, bottom, "forward"),
         "top": _lengthen_task(block_tasks.pass_task(problem, top, "forward"), vector_seconds),
         "top.backward": _lengthen_task(block_tasks.backward_task(problem, top), gradient_seconds),
-        "reduce": traffic.gradient_reduce_task(problem, block_tasks.total_parameter_bytes(top) + replica_bytes),
+        "reduce": traffic.gradient_reduce_task(problem, block_tasks.total_parameter_bytes(top)),
         "bottom.backward": block_tasks.backward_task(problem, bottom),
         "reduce.bottom": traffic.gradient_reduce_task(problem, block_tasks.total_parameter_bytes(bottom)),
     }
@@ -302,10 +293,11 @@ def _lengthen_task(task: Task, seconds: float) -> Task:
 
 
 def _concat_tasks(task: Task, after: Task) -> Task:
-    """Two tasks, one after the other, as a single task."""
-    total = _lengthen_task(task, after.seconds_on(0))
+    """Two collectives over the same ranks, one after the other, as a single task."""
     return replace(
-        total,
+        task if task.is_collective else after,
+        seconds=task.seconds_on(0) + after.seconds_on(0),
+        bytes_=task.bytes_ + after.bytes_,
         link_seconds=task.link_seconds + after.link_seconds,
         latency_seconds=task.latency_seconds + after.latency_seconds,
     )
