@@ -383,6 +383,19 @@ def test_vectors_of_short_bags_are_priced_by_bags_of_one_id(pin, bag, lookups, u
         assert added == pytest.approx(max(0.0, updates - ids / 8) * seconds)
 
 
+def test_gradients_share_their_link_and_those_of_replicas_are_counted_once():
+    """The runtime all-reduces gradients of replicas of whole tables beside the exchange, in stage "gradients"."""
+    workload, by_pin = make_workload((1000, 32, 1.0), (1000, 32, 1.0)), {}
+    for pin in ("table@0", "data"):
+        candidate = make_plan(workload, make_cluster(4), pins={"t0": "table@0", "t1": pin}).candidate
+        by_pin[pin] = tasks.stage_tasks(candidate.problem, candidate.placed, candidate.loads)
+    whole, replicated = by_pin["table@0"], by_pin["data"]
+    assert whole["gradients"].is_collective and whole["gradients"].levels == whole["reduce"].levels != ()
+    assert replicated["reduce"] == whole["reduce"]
+    assert replicated["gradients"].is_collective
+    assert replicated["gradients"].seconds_on(0) > replicated["vectors"].seconds_on(0)
+
+
 def test_column_and_id_overheads_use_measured_prices():
     prices = (
         Price(op="columns", dtype="float32", seconds_per_row=1e-8, seconds_per_byte=1e-10),
