@@ -19,7 +19,7 @@ from shardwright.planner.problem import PlacedTables
 from shardwright.planner.step import prediction, tasks, traffic
 from shardwright.planner.tables import cache_hits, sharding
 from shardwright.spec import presets
-from shardwright.spec.cluster import Cluster, Device, Level, Price, Tier
+from shardwright.spec.cluster import Cluster, Collective, Device, Level, Price, Sample, Tier
 from shardwright.spec.optimizer import AdaGrad, RowWiseAdaGrad
 from shardwright.spec.plan import Share
 from shardwright.spec.wire import LENGTH_BYTES
@@ -394,6 +394,30 @@ def test_gradients_share_their_link_and_those_of_replicas_are_counted_once():
     assert replicated["reduce"] == whole["reduce"]
     assert replicated["gradients"].is_collective
     assert replicated["gradients"].seconds_on(0) > replicated["vectors"].seconds_on(0)
+
+
+def test_a_collective_uses_the_share_of_its_link_that_its_bytes_take():
+    """A collective measured to take twice as long as its bytes leaves half of the link to others."""
+    cluster = make_cluster(4)
+    formula = primitives.formula_cost(cluster, "all_to_all", ("level0",), 1 << 20)
+    times = {size: 2 * formula.wire_seconds * size / (1 << 20) for size in (1 << 10, 1 << 30)}
+    samples = tuple(Sample((size,), (seconds,)) for size, seconds in times.items())
+    measured = Collective(
+        op="all_to_all",
+        levels=("level0",),
+        nums=(4,),
+        latency_seconds=0.0,
+        bytes_per_second=1.0,
+        error=0.0,
+        samples=samples,
+    )
+    workload = make_workload((1000, 32, 1.0), batch_size=1 << 16)
+    for collectives, share in (((), 1.0), ((measured,), 0.5)):
+        used = replace(cluster, collectives=collectives)
+        candidate = make_plan(workload, used, pins={"t0": "table@0"}).candidate
+        by_stage = tasks.stage_tasks(candidate.problem, candidate.placed, candidate.loads)
+        assert by_stage["vectors"].link_share == pytest.approx(share, rel=0.05)
+        assert by_stage["gradients"].link_share == pytest.approx(share, rel=0.05)
 
 
 def test_column_and_id_overheads_use_measured_prices():

@@ -142,6 +142,25 @@ def test_lanes_share_a_link_equally():
     assert duration(simulate_calls(expand_calls([first, second], 1), separate, 2, blocking=True)) == 3.0
 
 
+@pytest.mark.parametrize(
+    ("shares", "ends"),
+    [
+        ((0.5, 0.5), (2.0, 3.0)),  # both fit
+        ((0.75, 1.0), (3.0, 4.5)),  # half of the link each: two thirds and a half of their rates
+        ((0.25, 1.0), (2.0, 3.5)),  # the first gets what it wants, the second the rest
+    ],
+)
+def test_collectives_that_do_not_fill_a_link_slow_each_other_less(shares, ends):
+    stages = Stage("one", "a", (), ("x",)), Stage("two", "b", (), ("y",))
+    for links in ((), (Link("host", 0), Link("host", 1))):
+        tasks = {
+            stage.name: Task(seconds=seconds, is_collective=True, levels=("host",), links=links, link_share=share)
+            for stage, seconds, share in zip(stages, (2.0, 3.0), shares, strict=True)
+        }
+        timeline = simulate_calls(expand_calls(stages, 1), tasks, 2, blocking=True)
+        assert [end_times(timeline, stage.name)[0] for stage in stages] == pytest.approx(list(ends))
+
+
 def test_collectives_slow_overlapped_computation():
     send, work = Stage("send", "wire", (), ("x",)), Stage("work", "main", (), ("y",))
     tasks = {"send": Task(seconds=4.0, is_collective=True, compute_slowdown=0.25), "work": Task(seconds=10.0)}

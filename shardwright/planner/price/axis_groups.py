@@ -124,9 +124,7 @@ def group_cost(groups: AxisGroups, op: str, bytes_: int, *, sustained: bool = Fa
     formula = primitives.formula_cost(cluster, op, names, bytes_)
     measured = primitives.collective_cost(cluster, op, names, bytes_)
     cost = replace(cost, seconds=cost.seconds * measured.seconds / formula.seconds) if formula.seconds else cost
-    if not sustained or cluster.device.kind != "cpu":
-        return cost
-    return primitives.at_least_link_seconds(cluster, cost, groups.rounds(op, bytes_))
+    return primitives.in_series(cluster, cost) if sustained else cost
 
 
 def send_cost(cluster: Cluster, source: int, target: int, bytes_: int) -> Cost:

@@ -39,6 +39,12 @@ class Cost:
     seconds: float
     bytes_: int  # moved by the rank that moves most
     basis: Basis
+    wire_seconds: float = 0.0  # of a collective: what its bytes take on the links that are the slowest in each round
+
+    @property
+    def link_share(self) -> float:
+        """The bandwidth that a collective uses of its busiest link, as a share, while nothing else does."""
+        return min(1.0, self.wire_seconds / self.seconds) if self.seconds else 1.0
 
 
 # The device
@@ -127,7 +133,8 @@ def collective_cost(cluster: Cluster, op: str, levels: Sequence[str], bytes_: in
     sizes = np.array([float(sample.sizes[0]) for sample in fit.samples])
     is_inside = sizes.min() / SAMPLE_MARGIN <= bytes_ <= sizes.max() * SAMPLE_MARGIN
     basis: Basis = "scaled" if cluster.source == "scaled" else "measured" if is_inside else "beyond"
-    return Cost(_interpolate(fit.samples, bytes_), _peak_bytes(collective_rounds(cluster, op, levels, bytes_)), basis)
+    rounds = collective_rounds(cluster, op, levels, bytes_)
+    return Cost(_interpolate(fit.samples, bytes_), _peak_bytes(rounds), basis, wire_seconds(cluster, rounds))
 
 
 def formula_cost(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> Cost:
@@ -139,9 +146,15 @@ def fastest_algorithm_cost(cluster: Cluster, op: str, make_rounds: Callable[[str
     """The cost from link rates of the fastest algorithm for a collective: GPUs all-reduce by ring or tree (NCCL)."""
     ops = [op, "all_reduce_tree"] if op == "all_reduce" and cluster.device.kind == "cuda" else [op]
     algos = list(map(make_rounds, ops))
-    seconds = [sum(slowest_link_seconds(cluster, r.traffic_RR) + r.latency_seconds for r in rounds) for rounds in algos]
-    best = int(np.argmin(seconds))
-    return Cost(seconds[best], _peak_bytes(algos[best]), "formula")
+    on_wire = [wire_seconds(cluster, rounds) for rounds in algos]
+    latencies = [sum(round_.latency_seconds for round_ in rounds) for rounds in algos]
+    best = int(np.argmin(np.add(on_wire, latencies)))
+    return Cost(on_wire[best] + latencies[best], _peak_bytes(algos[best]), "formula", on_wire[best])
+
+
+def wire_seconds(cluster: Cluster, rounds: Sequence[Round]) -> float:
+    """What the bytes of these rounds take, each on its slowest link."""
+    return sum(slowest_link_seconds(cluster, round_.traffic_RR) for round_ in rounds)
 
 
 def sustained_cost(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> Cost:
@@ -149,16 +162,13 @@ def sustained_cost(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int
 
     Differs on CPUs only, whose messages follow the formulas; NCCL may use better algorithms.
     """
-    cost = collective_cost(cluster, op, levels, bytes_)
-    if cluster.device.kind != "cpu":
-        return cost
-    return at_least_link_seconds(cluster, cost, collective_rounds(cluster, op, levels, bytes_))
+    return in_series(cluster, collective_cost(cluster, op, levels, bytes_))
 
 
-def at_least_link_seconds(cluster: Cluster, cost: Cost, rounds: Sequence[Round]) -> Cost:
-    """The cost, or the seconds that these rounds keep the links busy, if those are more."""
-    link_seconds = sum(slowest_link_seconds(cluster, round_.traffic_RR) for round_ in rounds)
-    return cost if cost.seconds >= link_seconds else replace(cost, seconds=link_seconds, basis="formula")
+def in_series(cluster: Cluster, cost: Cost) -> Cost:
+    """The cost of a collective in a long series of them: on CPUs at least what its bytes take on the links."""
+    is_below = cluster.device.kind == "cpu" and cost.seconds < cost.wire_seconds
+    return replace(cost, seconds=cost.wire_seconds, basis="formula") if is_below else cost
 
 
 def all_to_all_v_cost(cluster: Cluster, levels: Sequence[str], traffic_RR: np.ndarray) -> Cost:

@@ -18,6 +18,7 @@ from dataclasses import replace
 from shardwright.planner.memory.dense_model import needs_unshard
 from shardwright.planner.price import overheads, primitives
 from shardwright.planner.price.axis_groups import AxisGroups, collective_links, group_cost
+from shardwright.planner.price.primitives import Cost
 from shardwright.planner.problem import Problem
 from shardwright.planner.step import block_tasks, expert_tasks, traffic
 from shardwright.planner.step.rank_calls import Task
@@ -33,7 +34,7 @@ from shardwright.spec.plan import Stage
 from shardwright.spec.wire import MAX_UNNAMED_BUCKETS, gradient_buckets
 from shardwright.spec.workload import Block
 
-CollectivePhase = tuple[str, AxisGroups, int, float]  # collective, groups, bytes, seconds
+CollectivePhase = tuple[str, AxisGroups, int, Cost]  # collective, groups, bytes
 WEIGHT_PASSES = 3  # of the dense optimizer over parameters: gradient and weight read, weight written
 MOMENT_PASSES = 4  # over its moments: two, read and written
 
@@ -243,7 +244,7 @@ def _shard_task(problem: Problem, block: Block, op: str) -> Task:
     bytes_ = block.parameter_bytes if needs_unshard(problem, block) else 0
     for phase_op, groups, size in traffic.collectives_by_level(problem, op, bytes_):
         cost = group_cost(groups, phase_op, size, sustained=True)
-        phases.append((phase_op, groups, size, cost.seconds))
+        phases.append((phase_op, groups, size, cost))
         total_bytes += cost.bytes_
     return _overlap_phases(problem.shard_groups, phases, total_bytes) if phases else Task()
 
@@ -255,7 +256,7 @@ def _replica_reduce_task(problem: Problem, block: Block) -> Task:
         return Task()
     bytes_ = max(1, traffic.gradient_wire_bytes(problem, block.parameter_bytes / problem.num_shards(block)))
     cost = group_cost(groups, "all_reduce", bytes_, sustained=True)
-    return _overlap_phases(groups, [("all_reduce", groups, bytes_, cost.seconds)], cost.bytes_)
+    return _overlap_phases(groups, [("all_reduce", groups, bytes_, cost)], cost.bytes_)
 
 
 def _overlap_phases(all_groups: AxisGroups, phases: Sequence[CollectivePhase], bytes_: int) -> Task:
@@ -263,17 +264,17 @@ def _overlap_phases(all_groups: AxisGroups, phases: Sequence[CollectivePhase], b
 
     Two collectives are in flight at a time, each in another phase. Every phase slows computation down.
     """
-    op, groups, _, seconds = max(phases, key=lambda phase: phase[-1])
-    task = traffic.collective_task(groups, op, seconds, bytes_)
+    op, groups, _, longest = max(phases, key=lambda phase: phase[-1].seconds)
+    task = traffic.collective_task(groups, op, longest.seconds, bytes_, longest.link_share)
     slowed = sum(
-        primitives.compute_slowdown(groups.cluster, op, groups.level_names, size) * time
-        for op, groups, size, time in phases
+        primitives.compute_slowdown(groups.cluster, op, groups.level_names, size) * cost.seconds
+        for op, groups, size, cost in phases
     )
     return replace(
         task,
         levels=all_groups.level_names,
         links=collective_links(all_groups, all_groups.within),
-        compute_slowdown=slowed / seconds if seconds else 0.0,
+        compute_slowdown=slowed / longest.seconds if longest.seconds else 0.0,
     )
 
 

@@ -27,6 +27,7 @@ class Task:
     message: str = ""  # of a message from the first of two `ranks` to the second: what both call it
     levels: tuple[str, ...] = ()  # network levels that a collective uses
     links: tuple[Link, ...] = ()  # the links of these levels that it uses; empty: all of them
+    link_share: float = 1.0  # the share of their bandwidth that it uses where nothing else does
     compute_slowdown: float = 0.0  # computation lost to it, as a share of its duration
     shared_rate: float = 1.0  # speed of this task and of its rank's computation while both run; 1: not shared
     kind: str = ""

@@ -1,6 +1,8 @@
 """Collectives and messages in flight, and the network links that they share.
 
-Operations on the same link share its bandwidth equally. An operation without `links` uses every link of its levels.
+Alone, an operation uses a share of its links' bandwidth (`Task.link_share`): less than 1 where it also waits, for a
+processor or for other messages. Operations whose shares of a link add up to more than 1 slow each other down: none gets
+more than an equal part, except of what others leave. An operation without `links` uses every link of its levels.
 """
 
 from collections import defaultdict
@@ -9,6 +11,8 @@ from dataclasses import dataclass
 
 from shardwright.planner.price.axis_groups import Link
 from shardwright.planner.step.rank_calls import JointKey, Task
+
+MIN_SHARE = 1e-9  # of a link's bandwidth
 
 
 @dataclass(slots=True)
@@ -21,23 +25,33 @@ class RunningOp:
 
 
 def sharing_rates(ops: Sequence[RunningOp]) -> list[float]:
-    """The rate of each operation: a share of the bandwidth of the busiest link that it uses."""
+    """The rate of each operation: what the busiest link that it uses leaves of its rate."""
     if len(ops) < 2:
         return [1.0] * len(ops)
-    whole_level: dict[str, int] = defaultdict(int)  # operations that use every link of a level
-    users: dict[Link, int] = defaultdict(int)  # other operations, by link
+    whole_level: dict[str, list[float]] = defaultdict(list)  # shares of operations that use every link of a level
+    on_link: dict[Link, list[float]] = defaultdict(list)  # shares of other operations
     for op in ops:
         for link in op.task.links:
-            users[link] += 1
+            on_link[link].append(op.task.link_share)
         for level in op.task.levels if not op.task.links else ():
-            whole_level[level] += 1
-    busiest: dict[str, int] = defaultdict(int)
-    for link, num in users.items():
-        busiest[link.level] = max(busiest[link.level], num)
-    return [1 / _num_users(op.task, whole_level, users, busiest) for op in ops]
+            whole_level[level].append(op.task.link_share)
+    part_of = {link: _equal_part(whole_level[link.level] + shares) for link, shares in on_link.items()}
+    smallest = {level: _equal_part(shares) for level, shares in whole_level.items()}
+    for link, part in part_of.items():
+        smallest[link.level] = min(part, smallest.get(link.level, 1.0))
+    return [_rate(op.task, part_of, smallest) for op in ops]
 
 
-def _num_users(task: Task, whole_level: dict[str, int], users: dict[Link, int], busiest: dict[str, int]) -> int:
-    if task.links:
-        return max(whole_level[link.level] + users[link] for link in task.links)
-    return max((whole_level[level] + busiest[level] for level in task.levels), default=1)
+def _rate(task: Task, part_of: dict[Link, float], smallest: dict[str, float]) -> float:
+    parts = [part_of[link] for link in task.links] if task.links else [smallest[level] for level in task.levels]
+    return min(1.0, min(parts, default=1.0) / max(task.link_share, MIN_SHARE))
+
+
+def _equal_part(shares: Sequence[float]) -> float:
+    """The most that an operation gets of a link on which operations want these shares; 1 if there is enough for all."""
+    left = 1.0
+    for waiting, share in zip(range(len(shares), 0, -1), sorted(shares), strict=True):
+        if share * waiting > left:
+            return left / waiting
+        left -= share
+    return 1.0

@@ -294,9 +294,12 @@ def _lengthen_task(task: Task, seconds: float) -> Task:
 
 def _concat_tasks(task: Task, after: Task) -> Task:
     """Two collectives over the same ranks, one after the other, as a single task."""
+    parts = [(part.seconds_on(0), part.link_share) for part in (task, after)]
+    seconds = sum(part_seconds for part_seconds, _ in parts)
     return replace(
         task if task.is_collective else after,
-        seconds=task.seconds_on(0) + after.seconds_on(0),
+        seconds=seconds,
+        link_share=sum(part_seconds * share for part_seconds, share in parts) / seconds if seconds else 1.0,
         bytes_=task.bytes_ + after.bytes_,
         link_seconds=task.link_seconds + after.link_seconds,
         latency_seconds=task.latency_seconds + after.latency_seconds,

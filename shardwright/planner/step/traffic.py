@@ -26,10 +26,10 @@ def even_all_to_all_task(problem: Problem, bytes_: float) -> Task:
     if problem.cluster.num_ranks == 1:
         return Task()
     cost = primitives.collective_cost(problem.cluster, "all_to_all", problem.level_names, max(1, round(bytes_)))
-    return collective_task(problem.all_ranks, "all_to_all", cost.seconds, cost.bytes_)
+    return collective_task(problem.all_ranks, "all_to_all", cost.seconds, cost.bytes_, cost.link_share)
 
 
-def collective_task(groups: AxisGroups, op: str, seconds: float, bytes_: int) -> Task:
+def collective_task(groups: AxisGroups, op: str, seconds: float, bytes_: int, link_share: float = 1.0) -> Task:
     """A collective in these groups as a task; all groups are in it at the same time."""
     return Task(
         seconds=seconds,
@@ -37,6 +37,7 @@ def collective_task(groups: AxisGroups, op: str, seconds: float, bytes_: int) ->
         is_collective=True,
         levels=groups.level_names,
         links=collective_links(groups, groups.within),
+        link_share=link_share,
         compute_slowdown=primitives.compute_slowdown(groups.cluster, op, groups.level_names, max(bytes_, 1)),
         bytes_=bytes_,
         link_seconds=seconds,
@@ -79,8 +80,10 @@ def gradient_reduce_task(
     ops, size = _reduce_ops(problem), max(1, gradient_wire_bytes(problem, bytes_))
     costs = [group_cost(groups, op, size, sustained=sustained) for op in ops]
     seconds, sent_bytes = sum(cost.seconds for cost in costs), sum(cost.bytes_ for cost in costs)
-    seconds += expert_reduce_task(problem, blocks).seconds_on(0)
-    return collective_task(groups, ops[0], seconds, sent_bytes)
+    experts = expert_reduce_task(problem, blocks)
+    on_wire = sum(cost.wire_seconds for cost in costs) + experts.link_share * experts.seconds_on(0)
+    seconds += experts.seconds_on(0)
+    return collective_task(groups, ops[0], seconds, sent_bytes, min(1.0, on_wire / seconds))
 
 
 def expert_reduce_task(problem: Problem, blocks: Sequence[Block]) -> Task:
@@ -89,7 +92,7 @@ def expert_reduce_task(problem: Problem, blocks: Sequence[Block]) -> Task:
     if groups is None or not bytes_:
         return Task()
     cost = group_cost(groups, "all_reduce", max(1, gradient_wire_bytes(problem, bytes_)), sustained=True)
-    return collective_task(groups, "all_reduce", cost.seconds, cost.bytes_)
+    return collective_task(groups, "all_reduce", cost.seconds, cost.bytes_, cost.link_share)
 
 
 def id_traffic(problem: Problem, placed: PlacedTables) -> np.ndarray:
@@ -210,7 +213,7 @@ def exchange_task(problem: Problem, traffic_RR: np.ndarray) -> Task:
     if not traffic_RR.any():
         return Task()
     cost = primitives.all_to_all_v_cost(problem.cluster, problem.level_names, traffic_RR)
-    return collective_task(problem.all_ranks, "all_to_all", cost.seconds, cost.bytes_)
+    return collective_task(problem.all_ranks, "all_to_all", cost.seconds, cost.bytes_, cost.link_share)
 
 
 def vector_exchange_tasks(problem: Problem, placed: PlacedTables, dtype: Dtype, *, backward: bool) -> tuple[Task, Task]:
