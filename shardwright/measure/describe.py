@@ -25,6 +25,7 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, ids_per_feature
 from shardwright.layers.embedding import EmbeddingTables
 from shardwright.layers.moe import LocalExperts, MoE
+from shardwright.measure.fused_attention import FLOP_FORMULAS, traced_as_fused
 from shardwright.measure.op_counts import OpCounterMode, PeakMemoryMode, SavedTensorsMode, tensors_of, untraceable_error
 from shardwright.spec.workload import Block, FeatureStatistics, Mixture, Product, Workload
 
@@ -48,6 +49,8 @@ def describe(model: nn.Module, batch: Batch, statistics: Sequence[FeatureStatist
         return override(batch, statistics)
     check_contract(model)
     sparse = sparse_of(model)
+    with traced_as_fused():
+        blocks = _trace_blocks(model, sparse, batch)
     return Workload(
         version=1,
         batch_size=batch.batch_size,
@@ -55,7 +58,7 @@ def describe(model: nn.Module, batch: Batch, statistics: Sequence[FeatureStatist
         features=sparse.features if sparse else (),
         statistics=_statistics(sparse, batch.features, statistics or ()),
         optimizer=sparse.optimizer if sparse else None,
-        blocks=_trace_blocks(model, sparse, batch),
+        blocks=blocks,
         experts=_trace_mixtures(model, sparse, batch),
     )
 
@@ -239,7 +242,9 @@ def _count(
     counted = set() if counted is None else counted
     parameters = [p for p in module.parameters() if id(p) not in counted | tables]
     counted.update(id(p) for p in parameters)
-    forward, backward = (FlopCounterMode(display=False, custom_mapping={**EXTRA_FLOP_FORMULAS}) for _ in range(2))
+    forward, backward = (
+        FlopCounterMode(display=False, custom_mapping={**EXTRA_FLOP_FORMULAS, **FLOP_FORMULAS}) for _ in range(2)
+    )
     with forward, OpCounterMode() as forward_ops:
         outputs = tensors_of(run())
     with backward, OpCounterMode() as backward_ops:

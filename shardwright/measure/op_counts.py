@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from shardwright.errors import UserError
 from shardwright.jagged import Vectors
+from shardwright.measure import fused_attention
 from shardwright.spec.plan import SAVED_PRODUCT_OPS
 from shardwright.spec.workload import Product
 
@@ -131,6 +132,8 @@ class OpCounterMode(TorchDispatchMode):
             left, right = args[MATMUL_OPS[name] : MATMUL_OPS[name] + 2]
             num = left.shape[0] if left.dim() == 3 else 1
             self._shapes[*left.shape[-2:], right.shape[-1], num] += 1
+        elif name in (fused_attention.FORWARD, fused_attention.BACKWARD):
+            self._shapes.update(fused_attention.products_of(name, args))
         elif name in GROUPED_OPS:
             self._grouped.append(_grouped_product(name, *args))
         elif func.overloadpacket not in flop_registry and name not in ALLOCATION_OPS and not _is_view(func):

@@ -11,6 +11,7 @@ from clicks import batch, dlrm
 from test_planner import make_cluster
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -54,6 +55,30 @@ class ProductBlock(nn.Module):
 
     def forward(self, x_BD: Tensor) -> Tensor:
         return self.second(self.first(x_BD).relu())
+
+
+class AttentionBlock(nn.Module):
+    """Self-attention over 8 positions, written by hand; `mask`: of which keys a query sees."""
+
+    def __init__(self, width: int, mask: Tensor | None = None) -> None:
+        super().__init__()
+        self.mixed, self.back = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        parts = self.mixed(x_BD).view(2, 8, 3, 2, -1).permute(2, 0, 3, 1, 4)  # (query, key, value) of 2 x 2 heads
+        y_BHLE = functional.scaled_dot_product_attention(*parts, self.mask, is_causal=self.mask is None)
+        return x_BD + self.back(y_BHLE.transpose(1, 2).reshape(x_BD.shape))
+
+
+class EncoderBlock(nn.TransformerEncoderLayer):
+    """PyTorch's own block, on 2 sequences of 8 positions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 2, 2 * width, dropout=0.0, batch_first=True)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return super().forward(x_BD.view(2, 8, -1)).reshape(x_BD.shape)
 
 
 class Stack(nn.Module):
@@ -123,6 +148,9 @@ STACKS = {
     "mixed": lambda **kwargs: Stack(MixedBlock(8), MixedBlock(8), MixedBlock(8), **kwargs),
     "ends in products": lambda **kwargs: Stack(ProductBlock(8), ProductBlock(8), **kwargs),
     "both": lambda **kwargs: Stack(ProductBlock(8), MixedBlock(8), ProductBlock(8), **kwargs),
+    "attention": lambda **kwargs: Stack(AttentionBlock(8), AttentionBlock(8), **kwargs),
+    "masked": lambda **kwargs: Stack(AttentionBlock(8, torch.ones(8, 8).tril().bool()), ProductBlock(8), **kwargs),
+    "encoder": lambda **kwargs: Stack(EncoderBlock(8), EncoderBlock(8), **kwargs),
 }
 
 

@@ -7,8 +7,7 @@ import torch
 from clicks import batch, dlrm
 from test_models import tokens
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
@@ -31,6 +30,12 @@ class SharedLayerModel(nn.Module):
         return self.shared(self.shared(self.first(batch.dense))).mean(1, keepdim=True)
 
 
+CPU_ATTENTION = {  # PyTorch's formulas of its other fused kernels, for the one of CPUs
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+    ),
+}
 CASES = {
     "dlrm": (dlrm, batch),
     "gpt": (lambda: GPT(vocabulary=20, context=8, channels=16, num_blocks=2, num_heads=2), tokens),
@@ -49,12 +54,10 @@ def test_total_sizes_and_flops_are_exact(name):
     assert workload.dense_bytes == sum(p.numel() * p.element_size() for p in dense)
     assert workload.table_bytes == (sum(p.nbytes for p in sparse.parameters()) if sparse else 0)
     assert workload.state_bytes == (sum(b.nbytes for b in sparse.buffers()) if sparse else 0)
-    # FlopCounterMode does not know the CPU's fused attention; it knows the unfused form, whose count is equal.
-    with sdpa_kernel(SDPBackend.MATH):
-        with FlopCounterMode(display=False) as forward:
-            loss = model.loss(model(batch_), batch_)
-        with FlopCounterMode(display=False) as backward:
-            loss.backward()
+    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as forward:
+        loss = model.loss(model(batch_), batch_)
+    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as backward:
+        loss.backward()
     assert sum(block.forward_flops for block in workload.blocks) == forward.get_total_flops() > 0
     assert sum(block.backward_flops for block in workload.blocks) == backward.get_total_flops() > 0
     workload.verify()
