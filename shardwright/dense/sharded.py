@@ -7,13 +7,15 @@ Phases: forward   while a block runs, the next `num_prefetched_blocks` blocks ar
         end       a missing gradient counts as zero; it stays None if no rank has one. All collectives are waited for
 
 With gradient accumulation, each micro-batch's gradients are reduce-scattered; the all-reduce over replicas is made
-once, over the accumulated gradients. All ranks issue collectives in the same order: all-gathers in block order,
-reductions in reverse block order, each as soon as its gradients and all reductions before it are complete. Parameters
-of no block, or shared by several blocks, are replicated on all ranks (`ReplicatedModel`).
+once, over the accumulated gradients. Before a reduce-scatter is issued, the one before it is waited for, also that of
+another chunk of a pipeline: a rank holds the whole gradients of two blocks at most. All ranks issue collectives in the
+same order: all-gathers in block order, reductions in reverse block order, each as soon as its gradients and all
+reductions before it are complete. Parameters of no block, or shared by several blocks, are replicated on all ranks
+(`ReplicatedModel`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
@@ -39,6 +41,19 @@ OUTPUT_TYPES = (Tensor, int, float, str, type(None))  # a block may return these
 NO_OFFLOAD: Mapping[str, OffloadFunction] = MappingProxyType({})
 
 
+@dataclass(slots=True)
+class LastScatter:
+    """The reduce-scatters of the block that issued them last."""
+
+    stages: Sequence[InnerStage] = ()
+
+    def replace(self, stages: Sequence[InnerStage]) -> None:
+        """Wait for them, which frees the whole gradients; `stages` are the last from now on."""
+        for stage in self.stages:
+            stage.wait_for_value()
+        self.stages = stages
+
+
 @dataclass(frozen=True, slots=True)
 class ShardingGroups:
     """This rank's groups; `replicas` has the ranks with the same shards, for all-reduces."""
@@ -47,6 +62,7 @@ class ShardingGroups:
     reduce_scatter: Group
     replicas: Group
     all_ranks: Group
+    last_scatter: LastScatter = field(default_factory=LastScatter)
 
 
 class ShardedBlock:
@@ -249,6 +265,7 @@ class ShardedModel:
             if complete_only and not block.has_all_grads:
                 return
             self._reduce_over_replicas()
+            self._groups.last_scatter.replace(block.scatters)
             self._scattered.append(block)
             self.stages.run(*block.scatters)
 

@@ -44,6 +44,7 @@ WORK_SHARES = (np.inf, 1.0, 0.5, 0.25)  # largest work of one shard, relative to
 BALANCE_WEIGHTS = ((1.0, 0.3, 0.1), (0.3, 1.0, 0.1))  # weights of work, of bytes sent and of ids received
 SIZE_LIMITS = (1.0, 0.5, 0.25, 0.1)  # largest shard, as a share of a rank's free bytes; tried until all shards fit
 MAX_BYTES_SHARE = 0.75  # use row exchange below this share of the bytes of vectors: rows take more processor time
+MORE_REPLICAS = 4.0  # times the bytes: other collectives may leave a part of the links
 SMALL_TABLE_SHARE = 0.01  # largest data-parallel table, as a share of a rank's free bytes
 
 
@@ -57,7 +58,7 @@ class Proposal:
     balance_weights: tuple[float, float, float] = BALANCE_WEIGHTS[0]
     row_exchange_below: float = 0.0  # use row exchange for tables where it takes at most this share of the vector bytes
     replicas_below: float = 0.0  # replicas in every host, if at most this share of the bytes then crosses hosts
-    replicate_all_small: bool = False  # replicate every small table, not only those whose all-reduces move fewer bytes
+    replicate_below: float = 1.0  # replicate small tables whose all-reduces move less than this many times the bytes
     hosts_first: bool = False  # shard rows within a host first, so that ranks send less to other hosts
 
 
@@ -130,9 +131,10 @@ def proposals(
     for work_share, replicate, first, weights in product(WORK_SHARES, replicated, columns_first, all_weights):
         yield Proposal(work_share, replicate, first, weights)
     if cluster.num_ranks > 1:
-        yield make(replicate_all_small=True)
+        yield make(replicate_below=np.inf)
     if len(columns_first) > 1:
         yield from (make(replicate=replicate, hosts_first=True) for replicate in replicated)
+        yield make(replicate_below=MORE_REPLICAS, hosts_first=True)
     if torchrec:
         return
     for work_share, replicate in product(WORK_SHARES, replicated) if cluster.num_ranks > 1 else ():
@@ -315,9 +317,7 @@ def _pinned_shardings(problem: Problem, table_load: TableLoad, pin: Pin) -> list
 
 
 def _is_replicated(problem: Problem, table_load: TableLoad, proposal: Proposal, free_bytes: float) -> bool:
-    if proposal.replicate_all_small:
-        return can_replicate(table_load, free_bytes)
-    return proposal.replicate and is_cheaper_data_parallel(problem, table_load, free_bytes)
+    return proposal.replicate and is_cheaper_data_parallel(problem, table_load, free_bytes, proposal.replicate_below)
 
 
 def table_units(problem: Problem, table_number: int, sharding: Sharding, free_bytes: float = np.inf) -> list[ShardUnit]:
@@ -365,11 +365,11 @@ def _shardings_in_order(problem: Problem, table_number: int, proposal: Proposal,
     return [sharding for _, sharding in sorted(pairs, key=lambda pair: (pair[0], pair[1].column_shards))]
 
 
-def is_cheaper_data_parallel(problem: Problem, table_load: TableLoad, free_bytes: float) -> bool:
-    """Whether a rank sends fewer bytes by all-reducing the table's gradient than by exchanging vectors and their
-    gradients."""
+def is_cheaper_data_parallel(problem: Problem, table_load: TableLoad, free_bytes: float, below: float = 1.0) -> bool:
+    """Whether a rank sends fewer bytes by all-reducing the table's gradient than `below` times those of exchanging
+    vectors and their gradients."""
     values = problem.local_batch_size * table_load.vectors * table_load.table.dim
-    is_cheaper = 2 * table_load.num_values * 4 < values * problem.precision.exchange_bytes
+    is_cheaper = 2 * table_load.num_values * 4 < below * values * problem.precision.exchange_bytes
     return is_cheaper and can_replicate(table_load, free_bytes)
 
 

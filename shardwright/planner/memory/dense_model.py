@@ -16,9 +16,10 @@ NUM_MOMENTS = 2  # of the dense optimizer, besides weights and gradients
 MemoryParts = tuple[tuple[str, float], ...]
 
 
-def peak_memory(problem: Problem) -> MemoryParts:
-    """Bytes of the fastest tier by purpose, at the peak of a step."""
-    return max(_memory_over_backward(problem), key=total_bytes)
+def peak_memory(problem: Problem, scattering: float = 0.0) -> MemoryParts:
+    """Bytes of the fastest tier by purpose, at the peak of a step. `scattering`: bytes of a block of other blocks whose
+    gradients are reduce-scattered when the backward pass begins."""
+    return max(_memory_over_backward(problem, scattering), key=total_bytes)
 
 
 def total_bytes(parts: MemoryParts) -> float:
@@ -50,7 +51,7 @@ def all_gradient_bytes(problem: Problem) -> float:
     return _buffer_bytes(problem, blocks) + dense + problem.own_expert_bytes(blocks)
 
 
-def _memory_over_backward(problem: Problem) -> Iterator[MemoryParts]:
+def _memory_over_backward(problem: Problem, scattering: float) -> Iterator[MemoryParts]:
     """Memory during the backward of each block, from last to first, and once after them."""
     blocks = problem.blocks
     resident = [block for block in blocks if block.name not in problem.dense.offload]
@@ -59,7 +60,7 @@ def _memory_over_backward(problem: Problem) -> Iterator[MemoryParts]:
     moments = NUM_MOMENTS * problem.moment_share * weights
     gradients, saved = _buffer_bytes(problem, blocks), sum(saved_activation_bytes(problem, block) for block in blocks)
     unsharded = [block.parameter_bytes for block in blocks if needs_unshard(problem, block)]
-    previous = 0.0  # bytes of the block whose backward ran before
+    previous = scattering  # bytes of the block whose backward ran before
     for block in reversed(blocks):
         current = [unsharded.pop()] if needs_unshard(problem, block) else []
         saved -= saved_activation_bytes(problem, block)
