@@ -43,8 +43,13 @@ class Cost:
 
     @property
     def link_share(self) -> float:
-        """The bandwidth that a collective uses of its busiest link, as a share, while nothing else does."""
-        return min(1.0, self.wire_seconds / self.seconds) if self.seconds else 1.0
+        """The share of its busiest link that a collective uses while nothing else does.
+
+        Only measured ones leave a part: with latencies of formulas as idle links, throughput that Neo's and DHEN's
+        papers report is predicted worse (benchmarks/neo.py, benchmarks/dhen_published.py).
+        """
+        is_known = self.seconds and self.basis != "formula"
+        return min(1.0, self.wire_seconds / self.seconds) if is_known else 1.0
 
 
 # The device

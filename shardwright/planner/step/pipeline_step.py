@@ -238,7 +238,7 @@ def _message_task(problem: Problem, one_replica: bool, name: str, source: int, t
         message=name,
         levels=(level.name,),
         links=message_links(cluster, source, target),
-        link_share=min(1.0, num * cost.wire_seconds / seconds) if seconds else 1.0,
+        link_share=min(1.0, num * cost.link_share * cost.seconds / seconds) if seconds else 1.0,
         kind="message",
         bytes_=bytes_,
         link_seconds=seconds,

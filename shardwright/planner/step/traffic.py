@@ -81,7 +81,7 @@ def gradient_reduce_task(
     costs = [group_cost(groups, op, size, sustained=sustained) for op in ops]
     seconds, sent_bytes = sum(cost.seconds for cost in costs), sum(cost.bytes_ for cost in costs)
     experts = expert_reduce_task(problem, blocks)
-    on_wire = sum(cost.wire_seconds for cost in costs) + experts.link_share * experts.seconds_on(0)
+    on_wire = sum(cost.link_share * cost.seconds for cost in costs) + experts.link_share * experts.seconds_on(0)
     seconds += experts.seconds_on(0)
     return collective_task(groups, ops[0], seconds, sent_bytes, min(1.0, on_wire / seconds))
 
