@@ -24,7 +24,7 @@ def weight_bytes() -> float:
 def test_strategy_by_number_of_layers(layers, weight_bytes):
     line = dhen_published.depth_line(layers, *dhen_published.evaluate_depth(Setting(), layers, weight_bytes))
     assert (line["chosen"], line["papers_rule"]) == CHOSEN[layers]
-    assert 1.09 < line["hsdp_over_fsdp"] < 1.12
+    assert 1.15 < line["hsdp_over_fsdp"] < 1.22  # up to a fifth in the paper
 
 
 def test_most_layers_that_fit_by_strategy(weight_bytes):

@@ -45,8 +45,8 @@ class Cost:
     def link_share(self) -> float:
         """The share of its busiest link that a collective uses while nothing else does.
 
-        Only measured ones leave a part: with latencies of formulas as idle links, throughput that Neo's and DHEN's
-        papers report is predicted worse (benchmarks/neo.py, benchmarks/dhen_published.py).
+        Only measured ones leave a part: if latencies in formulas left one, HSDP would gain nothing over FSDP where
+        DHEN's paper reports up to a fifth (benchmarks/dhen_published.py).
         """
         is_known = self.seconds and self.basis != "formula"
         return min(1.0, self.wire_seconds / self.seconds) if is_known else 1.0
