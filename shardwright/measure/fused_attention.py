@@ -21,9 +21,8 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 aten = torch.ops.aten
 FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
-FLOP_FORMULAS = MappingProxyType[
-    Any, Callable[..., int]
-](  # by the operands' shapes
+# By the operands' shapes, as PyTorch counts its other fused kernels.
+FLOP_FORMULAS = MappingProxyType[Any, Callable[..., int]](
     {
         getattr(aten, FORWARD): lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value),
         getattr(aten, BACKWARD): lambda *shapes, **_: sdpa_backward_flop_count(*shapes[:4]),
@@ -58,25 +57,25 @@ def products_of(name: str, args: tuple[Any, ...]) -> Iterator[tuple[int, int, in
 
 def _attend(
     chosen: Callable[..., Tensor],
-    query_BHLE: Tensor,
-    key_BHSE: Tensor,
-    value_BHSE: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
     """Attention by the fused kernel, if it takes these inputs; otherwise by `chosen`, PyTorch's own function."""
-    inputs = (query_BHLE, key_BHSE, value_BHSE)
+    inputs = (query, key, value)
     is_fused = (
-        all(tensor.is_meta and tensor.dim() == 4 and tensor.shape[3] == query_BHLE.shape[3] for tensor in inputs)
-        and all(tensor.shape[:2] == query_BHLE.shape[:2] for tensor in inputs)
+        all(x.is_meta and x.dim() == 4 and x.shape[3] == query.shape[3] for x in inputs)
+        and all(x.shape[:2] == query.shape[:2] for x in inputs)
         and not dropout_p
         and (attn_mask is None or not attn_mask.requires_grad)
     )
     if not is_fused:
         return chosen(*inputs, attn_mask, dropout_p, is_causal, **options)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.empty_like(attn_mask, dtype=query_BHLE.dtype).masked_fill_(~attn_mask, -torch.inf)
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
     kernel = getattr(aten, FORWARD)
     return kernel(*inputs, dropout_p, is_causal, attn_mask=attn_mask, scale=options.get("scale"))[0]

@@ -44,7 +44,7 @@ WORK_SHARES = (np.inf, 1.0, 0.5, 0.25)  # largest work of one shard, relative to
 BALANCE_WEIGHTS = ((1.0, 0.3, 0.1), (0.3, 1.0, 0.1))  # weights of work, of bytes sent and of ids received
 SIZE_LIMITS = (1.0, 0.5, 0.25, 0.1)  # largest shard, as a share of a rank's free bytes; tried until all shards fit
 MAX_BYTES_SHARE = 0.75  # use row exchange below this share of the bytes of vectors: rows take more processor time
-MORE_REPLICAS = 4.0  # times the bytes: other collectives may leave a part of the links
+MORE_REPLICAS = 4.0  # times the bytes: replicas also spread lookups evenly
 SMALL_TABLE_SHARE = 0.01  # largest data-parallel table, as a share of a rank's free bytes
 
 

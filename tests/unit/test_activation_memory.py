@@ -67,7 +67,11 @@ class AttentionBlock(nn.Module):
 
     def forward(self, x_BD: Tensor) -> Tensor:
         parts = self.mixed(x_BD).view(2, 8, 3, 2, -1).permute(2, 0, 3, 1, 4)  # (query, key, value) of 2 x 2 heads
-        y_BHLE = functional.scaled_dot_product_attention(*parts, self.mask, is_causal=self.mask is None)
+        query, key, value = parts
+        if self.mask is None:
+            y_BHLE = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            y_BHLE = functional.scaled_dot_product_attention(query=query, key=key, value=value, attn_mask=self.mask)
         return x_BD + self.back(y_BHLE.transpose(1, 2).reshape(x_BD.shape))
 
 
