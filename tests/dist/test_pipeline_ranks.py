@@ -2,11 +2,15 @@
 
 from contextlib import ExitStack
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from test_gpt_ranks import SIZE, STEPS, TOKENS, VOCABULARY, adam, tokens
+from torch import Tensor
 
+from shardwright.comm.pending import Pending
+from shardwright.dense.flat_parameter import FlatParameter
 from shardwright.errors import UserError
 from shardwright.layers.decoder import GPT2, LLAMA, QWEN3, DecoderForm
 from shardwright.measure.describe import describe
@@ -123,6 +127,35 @@ def test_a_pipeline_with_hsdp_trains_as_one_process(ranks):
 
 def test_gradients_are_clipped_by_the_norm_over_all_chunks(ranks):
     check(ranks, pipeline_plan(Pipeline((2, 1, 1), 3), 3, 1, DATA, LLAMA), (0, SIZE), clip=0.5)
+
+
+def most_scatters_in_flight(plan: Plan) -> int:
+    """The most blocks whose gradients are reduce-scattered on this rank at a time."""
+    now = most = 0
+    reduce_scatter = FlatParameter.reduce_scatter_grad
+
+    def counted(flat: FlatParameter) -> Pending[Tensor]:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        return reduce_scatter(flat).then(ended)
+
+    def ended(total: Tensor) -> Tensor:
+        nonlocal now
+        now -= 1
+        return total
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(FlatParameter, "reduce_scatter_grad", counted))
+        job = make_job(stack, plan, LLAMA)
+        list(job.run(tokens(step, 0, 4) for step in range(2)))
+    return most
+
+
+def test_one_block_is_reduce_scattered_at_a_time_over_all_chunks(ranks):
+    """Else a rank of a pipeline would hold the whole gradients of a block of each chunk."""
+    plan = pipeline_plan(Pipeline((1, 1, 1, 1), 4, "interleaved"), 2, 2, SHARDED, LLAMA)
+    assert ranks.run(4, most_scatters_in_flight, plan) == [1, 1, 1, 1]
 
 
 def error_on_rank(plan: Plan) -> str:
