@@ -19,8 +19,8 @@ TOKENS, VOCABULARY = 8, 32
 
 
 def spin(seconds: float) -> None:
-    end = time.process_time() + seconds
-    while time.process_time() < end:
+    end = time.thread_time() + seconds  # other threads' time does not shorten it
+    while time.thread_time() < end:
         pass
 
 
@@ -81,7 +81,8 @@ def test_backward_includes_what_activation_checkpointing_repeats(monkeypatch, po
     model, calls = make_model((0.02, 0.02))
     recompute = {f"blocks.{number}": policy for number in range(2)}
     forward, backward = measure_blocks.block_seconds(model, batches, 2, "float32", recompute=recompute)
-    assert forward > 0.04 and backward > 0.04
+    assert forward + backward > 0.08, "both passes compute two blocks"
+    assert forward > 0.02 and backward > 0.02, "in the ratio of processor times, in which other threads have a part"
     assert all(type(block) is Busy for block in model.blocks), "the model itself is not wrapped"
     plain_backward = measure_blocks.block_seconds(model, batches, 2, "float32")[1]
     assert backward > plain_backward + 0.02
