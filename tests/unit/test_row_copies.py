@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.embeddings.copies import row_copies
 from shardwright.embeddings.copies.row_clocks import RowClocks
 from shardwright.embeddings.copies.row_copies import NO_VERSION, Lease, RowCopies, row_values
 from shardwright.embeddings.copies.updates import RowUpdates
@@ -226,9 +227,10 @@ def test_rows_in_the_set_of_another_row_keep_own_updates():
     assert (twin.weight == 8).all()
 
 
-def test_the_updates_of_a_failed_batch_are_pushed_with_the_next_one():
+@pytest.mark.parametrize("next_rows", (torch.arange(40, 72), torch.arange(32)), ids=("the same", "those evicted"))
+def test_the_updates_of_a_failed_batch_are_pushed_with_the_next_one(next_rows):
     copies, ones = RowCopies(32, 2, SGD(1.0), 10_000, torch.float64), torch.ones(32, 2, dtype=torch.float64)
-    clocks = RowClocks(torch.zeros(100, 2, dtype=torch.float64), {}, Lease(10_000, 1))
+    clocks, num_updates = RowClocks(torch.zeros(100, 2, dtype=torch.float64), {}, Lease(10_000, 1)), torch.zeros(100)
 
     def train(rows, *, fails=False):
         batch = copies.find_lines(rows, torch.ones_like(rows))
@@ -238,16 +240,40 @@ def test_the_updates_of_a_failed_batch_are_pushed_with_the_next_one():
         copies.fill(
             batch, leases, is_new, clocks.weight_ED[rows[batch.is_expired_R][is_new]], versions[is_new], SGD(1.0)
         )
+        assert torch.equal(copies.read(batch), -num_updates[rows, None] * ones[: len(rows)]), "own updates are read"
+        num_updates[rows] += 1
         updates = copies.updates_to_push(batch, ones[: len(rows)], SGD(1.0))
         copies.update(batch, ones[: len(rows)], SGD(1.0), 1)
         clocks.apply(SGD(1.0), [updates], 1)
 
     train(torch.arange(32))
     train(torch.arange(40, 72), fails=True)  # evicts all rows
-    train(torch.arange(40, 72))
+    train(torch.arange(40, 72), fails=True)
+    train(next_rows)
     clocks.apply(SGD(1.0), [copies.drop()], 1)
-    used = torch.cat([torch.arange(32), torch.arange(40, 72)])
-    assert (clocks.weight_ED[used] == -1).all() and clocks.weight_ED.sum() == -128
+    assert torch.equal(clocks.weight_ED, -num_updates[:, None] * torch.ones(2)) and num_updates.sum() == 64
+
+
+def test_overdue_updates_of_a_failed_batch_return_to_their_copies(monkeypatch):
+    """Else the next batch would validate a version that no owner has given."""
+    monkeypatch.setattr(row_copies, "MAX_UNPUSHED_BATCHES", 2)
+    copies, ones = RowCopies(32, 2, AdaGrad(1.0), 10_000, torch.float64), torch.ones(4, 2, dtype=torch.float64)
+    clocks = RowClocks(torch.zeros(9, 2).double(), {"sum": torch.zeros(9, 2).double()}, Lease(10_000, 1))
+    rows, uses = torch.arange(4), torch.arange(1, 5)
+    batch = copies.find_lines(rows, uses)
+    is_new, leases, versions = clocks.renew(rows, copies.versions(batch))
+    copies.fill(batch, leases, is_new, torch.zeros(4, 4).double(), versions, AdaGrad(1.0))
+    copies.update(batch, ones, AdaGrad(1.0), 1)
+    lines = batch.lines_R
+    before = [part[lines].clone() for part in (copies._version_L, copies._unpushed_L, copies._uses_L, copies._sum_LD)]
+    num_overdue = 0
+    for first in (4, 5):  # between them they push the updates of all lines
+        batch = copies.find_lines(torch.arange(first, first + 1), torch.ones(1, dtype=torch.int64))
+        num_overdue += len(batch.overdue.rows_V)
+        copies.cancel()
+    after = [part[lines] for part in (copies._version_L, copies._unpushed_L, copies._uses_L, copies._sum_LD)]
+    assert num_overdue == 4 and all(map(torch.equal, after, before))
+    assert copies.drop().squares_VS.sum() == 8, "once"
 
 
 def test_too_few_copies_say_what_to_raise():

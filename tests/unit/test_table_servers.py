@@ -11,6 +11,7 @@ import warnings
 import zlib
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count, product
 from unittest import mock
 
@@ -31,7 +32,7 @@ from shardwright.embeddings.service.call_handler import LOST, CallHandler
 from shardwright.embeddings.service.journal import CallJournal
 from shardwright.embeddings.service.owned_rows import GroupRead, GroupSpec, OwnedRows, OwnedSpec, Place, Push
 from shardwright.embeddings.service.server import TableServer
-from shardwright.embeddings.service.shard_stores import StoreSpec, Swap
+from shardwright.embeddings.service.shard_stores import ShardStores, StoreSpec, Swap
 from shardwright.errors import UserError
 from shardwright.spec.optimizer import SGD, AdaGrad, Adam
 
@@ -167,7 +168,10 @@ ROWS, ONES, VALUES = np.array([1, 2], np.int32), np.ones(2, np.int32), np.ones((
 PLACE = {"group": 0, "part": "weight"}
 VALID = {
     "read": Message({"round": ROUND}, [ROWS, -ONES]),
-    "push": Message({"round": ROUND, "steps": [1], "lr": 0.1, "is_last": False}, [ROWS, ONES, ONES, VALUES]),
+    "push": Message(
+        {"round": ROUND, "steps": [1], "lr": 0.1, "is_last": False, "part": 0, "num_parts": 1},
+        [ROWS, ONES, ONES, VALUES],
+    ),
     "put": Message({"columns": [0, 2], **PLACE}, [ROWS, VALUES[:, :2]]),
     "get": Message({"snapshot": SNAPSHOT, **PLACE}, [ROWS]),
     "draw": Message({"group": 0, "seed": 7, "bound": 0.5}, [ROWS, ROWS]),
@@ -188,7 +192,7 @@ WRONG_FIELDS = {
     "read": {"round": [*NO_INTEGER, 1 << 40], "number": NO_INTEGER, "run": [*NO_TEXT, "other"], "call": NO_TEXT},
     "push": {"round": [*NO_INTEGER, ROUND + 2, 1 << 40], "rank": [*NO_INTEGER, -1, 1]}
     | {"steps": [*NO_LIST, [], [1, 1], [-1], [10**30]], "lr": [None, "0.1", [], 10**400, float("nan"), float("inf")]}
-    | {"is_last": [..., None, 0, 1, "true"]},
+    | {"is_last": [..., None, 0, 1, "true"], "part": [*NO_INTEGER, -1, 1], "num_parts": [*NO_INTEGER, 0, -1, 1 << 40]},
     "put": {
         "connection": NO_TEXT,
         "columns": [*NO_LIST, [0], [0, 1, 2], [1, 0], [-1, 1], [0, 3], [0, 10**30], [[0, 2]]],
@@ -377,6 +381,63 @@ def test_changes_that_come_again_after_later_ones_change_nothing(tmp_path, monke
     assert not is_equal(state(send(handler, [Message(other, put.arrays)])), before), "connections count by themselves"
 
 
+def test_updates_in_parts_are_as_those_in_one_message(tmp_path, monkeypatch):
+    """In any order, each twice, and with a restart between them."""
+    monkeypatch.setattr(calls, "PUSHED_BYTES", 100)
+    spec, pushes = OwnedSpec(0, 2, AdaGrad(0.1), GROUPS), make_pushes(OwnedSpec(0, 2, AdaGrad(0.1), GROUPS), 2)
+    handler, expected = send(CallHandler(CallJournal(tmp_path)), [calls.open_call(spec)]), OwnedRows(spec)
+    parts = {rank: [numbered(m, rank) for m in calls.push_calls(0, pushes[0][rank])] for rank in (0, 1)}
+    assert min(map(len, parts.values())) > 3
+    for rank in (0, 1):
+        expected.push(rank, 0, pushes[0][rank])
+    send(handler, [*reversed(parts[0]), *parts[0], parts[1][-1]])
+    assert handler._owned.round == 0 and handler._owned.has_incomplete_round
+    other = calls.push_call(0, pushes[0][1])
+    assert "are in 1 parts, and were in others" in ask(handler, numbered(other, 1))["error"]
+    handler.close()
+    handler = send(restored(tmp_path), [*parts[1], *parts[1], *parts[0]])
+    assert handler._owned.round == 1 and not handler._owned.has_incomplete_round
+    assert all(map(torch.equal, handler._owned.all_parts(), expected.all_parts())), "to the bit"
+    empty = [replace(pushes[1][0], updates=tuple(each.part(0, 1 << 20) for each in pushes[1][0].updates))]
+    assert len([*calls.push_calls(1, empty[0])]) == 1
+
+
+def test_a_change_that_fails_is_made_when_it_comes_again(monkeypatch):
+    handler = send(CallHandler(), [calls.open_call(ONE_RANK)])
+    rows, values = torch.arange(2), torch.ones(2, 4).double()
+    swap = numbered(calls.swap_call([Swap(0, rows, values, rows)]))
+    write = ShardStores.write
+    monkeypatch.setattr(ShardStores, "write", mock.Mock(side_effect=MemoryError("no memory")))
+    assert ask(handler, swap)["error"] == "no memory"
+    monkeypatch.setattr(ShardStores, "write", write)
+    assert ask(handler, swap)["values"] == [values.tolist()]
+
+
+def test_a_call_about_state_that_comes_after_a_later_one_is_dropped():
+    """Its connection is lost: nobody would release the rows that it keeps."""
+    handler, rows = send(CallHandler(), [calls.open_call(ONE_RANK)]), torch.arange(1)
+
+    def call(number, **header):
+        message = numbered(Message({"store": 0, "snapshot": "a", **header, "connection": "state"}), number=number)
+        return handler.handle(b"rank", decoded(message.encode()))
+
+    assert call(1, call="keep") and call(1, call="keep") and call(2, call="drop")
+    assert not call(1, call="keep") and not handler._owned.stores.snapshots
+    send(handler, [numbered(calls.swap_call([Swap(0, rows, torch.ones(1, 4).double(), rows)]), number=1)])
+
+
+def test_runs_that_do_not_fit_are_refused_and_the_server_stays():
+    stores = (StoreSpec("s", 1 << 60, 1 << 16, "float64"), StoreSpec("s", 1 << 50, 1, "float64"))
+    handler = CallHandler()
+    for store in stores:
+        spec = OwnedSpec(0, 1, SGD(0.1), (), (store,))
+        assert "no memory for the rows of this run on the table server" in ask(handler, calls.open_call(spec))["error"]
+    group = GroupSpec("a", 5, 2, "bfloat16", 0)
+    opened = ask(handler, calls.open_call(OwnedSpec(0, 1, SGD(0.1), (group,))))
+    assert opened["error"] == "a group with an impossible type"
+    send(handler, [calls.open_call(ONE_RANK)])
+
+
 def read_files(directory):
     paths = [path for path in directory.iterdir() if path.name != "lock"]
     return {path.name: path.read_bytes() for path in paths if path.exists()}  # a draft may become a copy
@@ -531,6 +592,93 @@ def test_a_wait_for_a_server_that_answers_only_pings_says_what_is_missing(name, 
         thread.join()
         connector.close()
         context.destroy(linger=0)
+
+
+@contextmanager
+def serving(monkeypatch, **options):
+    """A table server in a thread."""
+    server, stopped = TableServer(**options), threading.Event()
+    monkeypatch.setattr(server, "_log", lambda write_line: stopped.is_set() and sys.exit())
+    thread = threading.Thread(target=server.run, args=(print,), daemon=True)
+    thread.start()
+    yield server
+    assert thread.is_alive(), "no message ends a server"
+    stopped.set()
+    thread.join()
+    server.close()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.filterwarnings("ignore:Exception in thread")  # it ends the server
+def test_after_a_call_that_was_refused_others_go_on(monkeypatch):
+    """It is not repeated: its error would be that of a later call."""
+    monkeypatch.setattr("shardwright.comm.transport.servers.PING_SECONDS", 0.05)
+    with serving(monkeypatch) as server, connection(server.address) as rank:
+        rank.call(calls.open_call(ONE_RANK)).wait()
+        with pytest.raises(UserError, match="the snapshot of the rows is gone"):
+            rank.call(Message({"call": "read_kept", "store": 0, "snapshot": "a", "first": 0, "num": 1})).wait()
+        read = rank.call(calls.read_call(1, [GroupRead(torch.arange(1), torch.tensor([-1]))] * len(ONE_RANK.groups)))
+        with pytest.raises(UserError, match="the updates of other ranks did not arrive in time"):
+            read.wait()  # it sends pings
+        rank.call(calls.push_call(0, make_pushes(ONE_RANK, 1)[0][0])).wait()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.filterwarnings("ignore:Exception in thread")  # it ends the server
+def test_ranks_wait_for_updates_that_arrive_in_many_parts(monkeypatch):
+    """Longer than the timeout, as long as the server says that it gets more of them."""
+    monkeypatch.setattr("shardwright.comm.transport.servers.PING_SECONDS", 0.1)
+    monkeypatch.setattr(calls, "PUSHED_BYTES", 40)
+    spec = OwnedSpec(0, 2, SGD(0.1), GROUPS)
+    pushes = make_pushes(spec, 1)[0]
+    with serving(monkeypatch) as server:
+        address = TableServers((server.address,), timeout_seconds=0.6)
+        connectors = [ServerConnector(address, Caller("r", rank)) for rank in (0, 1)]
+        first, second = (each.connect(0) for each in connectors)
+        for rank in (first, second):
+            rank.call(calls.open_call(spec)).wait()
+        parts = [*calls.push_calls(0, pushes[1])]
+        assert len(parts) > 6
+        first.call(calls.push_call(0, pushes[0])).wait()
+        read = first.call(calls.read_call(1, [GroupRead(torch.arange(2), torch.tensor([-1, -1]))] * 2))
+
+        def push_slowly():
+            for part in parts:
+                time.sleep(0.2)
+                second.call(part).wait()
+
+        thread, start = threading.Thread(target=push_slowly), time.monotonic()
+        thread.start()
+        assert len(read.wait().arrays) == 4 and time.monotonic() - start > 1.2
+        thread.join()
+        for connector in connectors:
+            connector.close()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.filterwarnings("ignore:Exception in thread")  # it ends the server
+def test_the_end_of_a_job_ends_waits_of_other_threads(monkeypatch):
+    spec, errors = OwnedSpec(0, 2, SGD(0.1), GROUPS), []
+    with serving(monkeypatch) as server:
+        connector = ServerConnector(TableServers((server.address,)), Caller("r", 0))
+        rank = connector.connect(0)
+        rank.call(calls.open_call(spec)).wait()
+        none = torch.empty(0, dtype=torch.int64)
+        read = rank.call(calls.read_call(1, [GroupRead(none, none)] * 2))  # of a round that no rank completes
+
+        def wait():
+            try:
+                read.wait()
+            except UserError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.2)
+        start = time.monotonic()
+        connector.close()
+        thread.join()
+        assert time.monotonic() - start < 5 and "this job has ended" in errors[0]
 
 
 @pytest.mark.timeout(20)

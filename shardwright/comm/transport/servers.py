@@ -26,7 +26,8 @@ ROUND_CALL = "read"  # the one that waits at the server for the updates of all r
 PING_NUMBER = 0  # other calls count from 1
 RECONNECT_SHARE = 0.5  # of the timeout without a message, until the server is connected to anew
 PING_SECONDS = 0.5  # without a message of a server, until it is asked which calls it has
-CONNECTIONS = "step", "state"
+STATE_CONNECTION = "state"
+CONNECTIONS = "step", STATE_CONNECTION
 LINGER_MILLISECONDS = 1000  # for the last messages to a server
 
 
@@ -87,41 +88,58 @@ class ServerConnection:
         self._number = PING_NUMBER
         self._unanswered: dict[int, Message] = {}
         self._replies: dict[int, Message] = {}
-        self._busy_at = 0.0  # when the server last said so
+        self._num_calls = 0  # that the server has had, of all ranks
+        self._advanced_at = 0.0  # when the server last said that it had more of them, or reads its journal
+        self._lock = Lock()  # of the thread that uses the socket
+        self._is_closing = False
 
     def _connect(self) -> zmq.Socket:
         return connect_dealer(self._context, self.address, self._keys, "table server")
 
     def call(self, message: Message) -> Pending[Message]:
-        number = self._number = self._number + 1
-        self._unanswered[number] = with_identity = self._with_identity(message, number)
-        self._send(with_identity)
+        with self._lock:
+            number = self._number = self._number + 1
+            self._unanswered[number] = with_identity = self._with_identity(message, number)
+            self._send(with_identity)
         return Pending(lambda: self._wait(number))
+
+    def stop_waiting(self) -> None:
+        """Let the thread that waits for a reply, if any, raise an error."""
+        self._is_closing = True
 
     def _with_identity(self, message: Message, number: int) -> Message:
         return Message({**message.header, **self._identity, "number": number}, message.arrays)
 
     def _send(self, message: Message) -> None:
         if self._socket.closed:
-            raise UserError("this job has ended: its mesh was closed, or another job was built on it")
+            raise _ended_error()
         frames = message.encode()
         with suppress(zmq.Again):  # no connection, as without the right keys: the call is repeated
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
             self._caller.sent.add_call(message.header["call"], sum(map(len, frames)))
 
     def _wait(self, number: int) -> Message:
+        try:
+            with self._lock:
+                return self._receive_reply(number)
+        finally:
+            self._unanswered.pop(number, None)  # after an error: it is not repeated
+
+    def _receive_reply(self, number: int) -> Message:
         start = last_message_at = last_ping_at = connected_at = time.monotonic()
         while number not in self._replies:
             if self._socket.poll(round(1000 * PING_SECONDS)):
                 self._receive()
                 last_message_at = time.monotonic()
+            if self._is_closing:
+                raise _ended_error()
             now = time.monotonic()
             if now - last_message_at > self._timeout:
                 raise UserError(
                     f"table server {self.address}: no reply for {self._timeout:g} s; is it running there "
                     "(`shardwright serve-tables`), with the keys created together with this run's?"
                 )
-            if now - max(start, self._busy_at) > self._timeout and number not in self._replies:
+            if now - max(start, self._advanced_at) > self._timeout and number not in self._replies:
                 raise self._explain_wait(number)
             if now - max(last_message_at, connected_at) > RECONNECT_SHARE * self._timeout:
                 self._socket.close(linger=0)  # zmq does not connect again after damaged bytes
@@ -162,8 +180,9 @@ class ServerConnection:
             self._take(message.header, message)
 
     def _take(self, header: Any, message: Message) -> None:
-        if header.get("busy"):  # it reads its journal; calls are repeated after that
-            self._busy_at = time.monotonic()
+        num_calls = header.get("num_calls", self._num_calls)
+        if header.get("busy") or num_calls != self._num_calls:  # it reads its journal: calls are repeated after that
+            self._num_calls, self._advanced_at = num_calls, time.monotonic()
         for number in header.get("missing", ()):
             if number in self._unanswered:
                 self._send(self._unanswered[number])
@@ -173,6 +192,7 @@ class ServerConnection:
                 self._send(unanswered)
             return
         if "error" in header and (number in self._unanswered or number == PING_NUMBER):
+            self._unanswered.pop(number, None)
             raise UserError(f"table server {self.address}: {header['error']}")
         if number not in self._unanswered:
             return  # a second reply, or of a ping
@@ -199,7 +219,7 @@ class ServerConnector:
     def request(self, server: int, message: Message) -> Message:
         with self._lock:
             if self._is_closed:
-                raise UserError("this job has ended: its mesh was closed, or another job was built on it")
+                raise _ended_error()
             if server not in self._of_state:
                 self._of_state[server] = self._open(1, server)
             return self._of_state[server].call(message).wait()
@@ -209,6 +229,8 @@ class ServerConnector:
 
     def close(self) -> None:
         """Tell the servers that this rank has ended; a server that is gone is not waited for."""
+        for connection in (*self._connections.values(), *self._of_state.values()):
+            connection.stop_waiting()
         with self._lock:
             if self._is_closed:
                 return
@@ -217,6 +239,10 @@ class ServerConnector:
                 connection.call(Message({"call": "close"}))
             for context in self._contexts:
                 context.close(linger=LINGER_MILLISECONDS)
+
+
+def _ended_error() -> UserError:
+    return UserError("this job has ended: its mesh was closed, or another job was built on it")
 
 
 class NoServers:

@@ -88,7 +88,7 @@ class RowCopies:
         self._last_step = 1
         self.num_batches = 0  # since copies were dropped
         self._in_use: BatchCopies | None = None
-        self._canceled: list[RowUpdates] = []  # updates that a failed batch would have pushed
+        self._canceled: list[RowUpdates] = []  # of rows without copies, which a failed batch would have pushed
         self._row_of_L = torch.full((num_lines,), -1)
         self._version_L = torch.full((num_lines,), NO_VERSION)
         self._lease_end_L = torch.full((num_lines,), -1)  # the last batch that may read the copy
@@ -112,13 +112,14 @@ class RowCopies:
         for lines in (evicted_L, new_L):
             self._version_L[lines], self._lease_end_L[lines], self._row_of_L[lines] = NO_VERSION, -1, -1
         self._row_of_L[new_L] = rows_R[placed.missing_U]
-        evicted = self._move_unpushed(evicted, rows_R, lines_R)
+        evicted = self._move_unpushed(RowUpdates.concat([*self._canceled, evicted]), rows_R, lines_R)
+        self._canceled = []
         part = self._lines_due()
         is_due_R = (lines_R >= part.start) & (lines_R < part.stop) & (self._unpushed_L[lines_R] > 0)
         is_pushed_R = (self._uses_L[lines_R] + uses_R > self.push) | is_due_R
         due_L = self._unpushed_L[part].nonzero().flatten() + part.start
         overdue = self._pop_unpushed(due_L[~torch.isin(due_L, lines_R)] if len(due_L) else due_L)
-        overdue, self._canceled = RowUpdates.concat([*self._canceled, evicted, overdue]), []
+        overdue = RowUpdates.concat([evicted, overdue])
         is_expired_R = self._lease_end_L[lines_R] < self.num_batches
         self._in_use = BatchCopies(rows_R, uses_R, lines_R, is_expired_R, is_pushed_R, overdue)
         return self._in_use
@@ -208,8 +209,23 @@ class RowCopies:
         """End a batch whose step has failed; the updates that it would have pushed wait for the next batch."""
         if self._in_use is not None:
             self.index.release(self._in_use.lines_R, written=True)
-            self._canceled.append(self._in_use.overdue)
+            self._canceled.append(self._return_unpushed(self._in_use.overdue))
             self._in_use = None
+
+    def _return_unpushed(self, updates: RowUpdates) -> RowUpdates:
+        """Undo `_pop_unpushed` for the rows that still have copies; returns the updates of the others."""
+        order_V = updates.rows_V.argsort()
+        sorted_V = updates.rows_V[order_V]
+        lines_K = torch.isin(self._row_of_L, sorted_V).nonzero().flatten()
+        returned_K = order_V[torch.searchsorted(sorted_V, self._row_of_L[lines_K])]
+        returned = updates.select(returned_K)
+        self._version_L[lines_K] -= returned.counts_V
+        self._unpushed_L[lines_K], self._uses_L[lines_K] = returned.counts_V, returned.uses_V
+        self._sum_LD.index_copy_(0, lines_K, returned.sums_VD)
+        self._squares_LS.index_copy_(0, lines_K, returned.squares_VS)
+        is_other_V = torch.ones(len(sorted_V), dtype=torch.bool)
+        is_other_V[returned_K] = False
+        return updates.select(is_other_V.nonzero().flatten())
 
     def drop(self) -> RowUpdates:
         """Drop all copies, between batches; returns their unpushed updates."""

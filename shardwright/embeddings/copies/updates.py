@@ -33,6 +33,15 @@ class RowUpdates:
     def columns(self) -> tuple[Tensor, ...]:
         return self.rows_V, self.counts_V, self.uses_V, self.sums_VD, self.squares_VS
 
+    @property
+    def bytes_(self) -> int:
+        return sum(column.nbytes for column in self.columns)
+
+    def part(self, number: int, num: int) -> "RowUpdates":
+        """One of `num` parts with about as many rows each, in order."""
+        start, stop = (len(self.rows_V) * end // num for end in (number, number + 1))
+        return RowUpdates(*(column[start:stop] for column in self.columns))
+
     @staticmethod
     def concat(parts: "Sequence[RowUpdates]") -> "RowUpdates":
         return RowUpdates(*map(torch.cat, zip(*(part.columns for part in parts), strict=True)))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardwright.comm.transport.arrays import Message
+from shardwright.comm.transport.servers import STATE_CONNECTION
 from shardwright.embeddings.service import calls
 from shardwright.embeddings.service.calls import MalformedCall, parse_integer, parse_integers, parse_text
 from shardwright.embeddings.service.journal import MIN_COPIED_BYTES, CallJournal, JournalError
@@ -23,6 +24,7 @@ from shardwright.spec import files
 
 COPIED_BYTES = 64 << 20  # of rows, in a record of a copy
 RECONNECT_SECONDS = 60.0  # in which the ranks of a run come back to a server that was started again
+CALL_ERRORS = MalformedCall, UserError, RuntimeError, MemoryError  # the last two: of torch and numpy
 Client = bytes
 Reply = tuple[Client, Message]
 LOST = (
@@ -55,6 +57,8 @@ class CallHandler:
         self._ended: set[int] = set()  # ranks
         self._waiting: dict[tuple[Client, int], Message] = {}  # reads of rounds that are not complete
         self._changed: dict[str, int] = {}  # by connection of a rank, the number of the last call that changed rows
+        self._last_numbers: dict[int, int] = {}  # of calls about state, by rank
+        self._num_calls = 0  # of the run, without pings
         self.served = Served()
         self._restored_at = -math.inf  # when the journal of a run was read
         self._most_bytes = MIN_COPIED_BYTES  # of calls, until a copy of the rows is written
@@ -95,8 +99,8 @@ class CallHandler:
                 )
             else:
                 self._clients.add(client)
-                reply = self._answer(self._owned, client, number, message)
-        except (MalformedCall, UserError, RuntimeError) as error:  # the last: of torch, such as no memory
+                reply = self._answer(self._owned, client, number, message) if self._is_current(header) else None
+        except CALL_ERRORS as error:
             self.served.malformed += isinstance(error, MalformedCall)
             reply = Message({"error": str(error)})
         replies = [] if reply is None else [(client, _with_number(reply, number))]
@@ -116,7 +120,8 @@ class CallHandler:
                 return Message({})
             case "ping":
                 numbers = parse_integers(header, "without_reply")
-                return Message({"missing": [each for each in numbers if (client, each) not in self._waiting]})
+                missing = [each for each in numbers if (client, each) not in self._waiting]
+                return Message({"missing": missing, "num_calls": self._num_calls})
             case "close":
                 self._ended.add(parse_integer(header, "rank"))
                 if len(self._ended) == owned.spec.num_ranks:
@@ -135,6 +140,7 @@ class CallHandler:
             case "put" | "draw":
                 if self._is_first(header):
                     _change(owned, message)
+                    self._remember(header)
                     self._record(message)
                 return Message({})
             case "get":
@@ -176,6 +182,7 @@ class CallHandler:
     def _end(self) -> None:
         self._run, self._owned = "", None
         self._clients, self._ended, self._waiting, self._changed = set(), set(), {}, {}
+        self._last_numbers = {}
         if self._journal is not None:
             self._journal.remove()
 
@@ -196,24 +203,37 @@ class CallHandler:
     def _swap(self, owned: OwnedRows, message: Message) -> Message:
         swaps = calls.parse_swap(message)
         written = sum(len(swap.written_W) for swap in swaps)
-        if is_new := written > 0 and self._is_first(message.header):
+        if written and self._is_first(message.header):
             owned.stores.write(swaps)
-        values = owned.stores.read(swaps)
-        if is_new:
+            self._remember(message.header)
             self._record(message)
+        values = owned.stores.read(swaps)
         num = sum(len(swap.read_R) for swap in swaps)
         self.served.read, self.served.sent = self.served.read + num, self.served.sent + num
         self.served.updated += written
         return Message({}, [each.numpy() for each in values])
 
+    def _is_current(self, header: Mapping[str, Any]) -> bool:
+        """Whether it may be answered: not a call about state, which come one at a time, that arrives after a later one,
+        from a connection that the rank has lost."""
+        if header["call"] == "ping":
+            return True
+        self._num_calls += 1
+        if header.get("connection") != STATE_CONNECTION:
+            return True
+        rank, number = parse_integer(header, "rank"), parse_integer(header, "number")
+        last = self._last_numbers.get(rank, 0)
+        self._last_numbers[rank] = max(last, number)
+        return number >= last
+
     def _is_first(self, header: Mapping[str, Any]) -> bool:
         """Whether a call that changes rows comes for the first time, and not from a connection that the rank has lost,
-        whose bytes may arrive after those of the next one. Remembers it."""
-        connection, number = _connection(header), parse_integer(header, "number")
-        if number <= self._changed.get(connection, 0):
-            return False
-        self._changed[connection] = number
-        return True
+        whose bytes may arrive after those of the next one."""
+        return parse_integer(header, "number") > self._changed.get(_connection(header), 0)
+
+    def _remember(self, header: Mapping[str, Any]) -> None:
+        """That the call has changed rows."""
+        self._changed[_connection(header)] = parse_integer(header, "number")
 
     def _answer_waiting(self) -> list[Reply]:
         """Replies to the reads whose round has come."""
@@ -225,7 +245,7 @@ class CallHandler:
                 del self._waiting[client, number]
                 try:
                     reply = self._read(self._owned, message)
-                except (MalformedCall, UserError) as error:
+                except CALL_ERRORS as error:
                     reply = Message({"error": str(error)})
                 replies.append((client, _with_number(reply, number)))
         return replies
@@ -283,10 +303,10 @@ class CallHandler:
                 push = calls.parse_push(message, self._owned.spec)
                 self._owned.push(parse_integer(header, "rank"), parse_integer(header, "round"), push)
             case "swap" if self._owned is not None:
-                self._is_first(header)
+                self._remember(header)
                 self._owned.stores.write(calls.parse_swap(message))
             case "put" | "draw" if self._owned is not None:
-                self._is_first(header)
+                self._remember(header)
                 _change(self._owned, message)
             case call:
                 raise UserError(f'the journal has a record "{call}" of another version; remove it')
@@ -320,7 +340,7 @@ def _change(owned: OwnedRows, message: Message) -> None:
 def _make_rows(spec: OwnedSpec) -> OwnedRows:
     try:
         return OwnedRows(spec)
-    except RuntimeError as error:  # of torch: no memory
+    except (RuntimeError, MemoryError, ValueError, OverflowError) as error:  # of torch and numpy: no memory
         raise UserError(f"no memory for the rows of this run on the table server: {error}") from None
 
 

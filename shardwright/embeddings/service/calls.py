@@ -5,14 +5,15 @@ A call is a header and arrays. Every header has `call`, `run` (an id that the ra
 
     open      the rows that the server will own for this run
     read      by group, rows and versions to validate, for `round`: leases, versions, and the rows that must be sent
-    push      by group, rows with updates, their numbers, uses, and sums, for `round`; and whether the rank has
-              dropped its copies, so that the numbers of updates begin at 0
+    push      by group, rows with updates, their numbers, uses, and sums, for `round`, or one of several parts of them;
+              and whether the rank has dropped its copies, so that the numbers of updates begin at 0
     draw      give rows the initial values of ids, from a seed and their largest value
     put, get  some rows of a part (weights, or optimizer state), as they are or as a snapshot has them
     snapshot, release
     swap      by store, rows to write with their values, and rows to read: the reply has their values
     keep, read_kept, drop  a store's rows as they are now, under a name
-    ping      numbers of calls without a reply: the reply names those that the server does not have
+    ping      numbers of calls without a reply: the reply names those that the server does not have, and says how many
+              calls it has had
     close     the run has ended
 
 Shape legend: A rows to validate, F rows that are sent, R some rows, C columns, X values of a row and its state.
@@ -36,11 +37,14 @@ from shardwright.rectangle import IndexRange
 from shardwright.spec import files
 
 MAX_NUMBER = 1e30  # such as a learning rate
-VERSION = 3  # of the messages
+VERSION = 4  # of the messages
+PUSHED_BYTES = 4 << 20  # of updates, at most in one message: a slow link can tell that they make progress
+MAX_PARTS = 1 << 20
 MAX_INTEGER = (1 << 63) - 1
 MAX_RANKS, MAX_DIM = 1 << 20, 1 << 16
 MAX_WIDTH = 4 * MAX_DIM  # with optimizer state
 MAX_WORD = torch.iinfo(torch.int32).max
+TYPES = "float32", "float64"  # of rows
 
 
 class MalformedCall(Exception):
@@ -61,9 +65,11 @@ def parse_spec(header: dict[str, Any]) -> OwnedSpec:
         raise MalformedCall("an impossible bound")
     if any(group.rows < 0 or not 0 < group.dim <= MAX_DIM for group in spec.groups):
         raise MalformedCall("a group with impossible rows or columns")
+    if any(group.dtype not in TYPES for group in spec.groups):
+        raise MalformedCall("a group with an impossible type")
     if any(store.rows < 0 or not 0 < store.width <= MAX_WIDTH for store in spec.stores):
         raise MalformedCall("a store with impossible rows or columns")
-    if any(store.dtype not in ("float32", "float64") for store in spec.stores):
+    if any(store.dtype not in TYPES for store in spec.stores):
         raise MalformedCall("a store with an impossible type")
     return spec
 
@@ -94,13 +100,21 @@ def parse_answer(message: Message) -> list[tuple[Tensor, Tensor]]:
     return [(renewals.long(), values) for renewals, values in _by_group(message, 2, num_whole=1, is_answer=True)]
 
 
+def push_calls(round_: int, push: Push) -> Iterator[Message]:
+    """The updates of a rank in a round, in parts if they are many."""
+    num_parts = max(1, -(-sum(updates.bytes_ for updates in push.updates) // PUSHED_BYTES))
+    for number in range(num_parts):
+        updates = tuple(of_group.part(number, num_parts) for of_group in push.updates)
+        yield push_call(round_, replace(push, updates=updates, part=number, num_parts=num_parts))
+
+
 def push_call(round_: int, push: Push) -> Message:
     arrays = []
     for updates in push.updates:
         values = torch.cat([updates.sums_VD, updates.squares_VS], 1)
         arrays += [words(updates.rows_V), words(updates.counts_V), words(updates.uses_V), values.numpy()]
     header = {"call": "push", "round": round_, "steps": push.steps, "lr": push.optimizer.lr, "is_last": push.is_last}
-    return Message(header, arrays)
+    return Message({**header, "part": push.part, "num_parts": push.num_parts}, arrays)
 
 
 def parse_push(message: Message, spec: OwnedSpec) -> Push:
@@ -121,7 +135,11 @@ def parse_push(message: Message, spec: OwnedSpec) -> Push:
     is_last = header.get("is_last")
     if not isinstance(is_last, bool):
         raise MalformedCall(f"is_last is {is_last!r}")
-    return Push(replace(spec.optimizer, lr=parse_number(header, "lr")), steps, tuple(updates), is_last)
+    part, num_parts = parse_integer(header, "part"), parse_integer(header, "num_parts")
+    if not 0 <= part < num_parts <= MAX_PARTS:
+        raise MalformedCall(f"part {part} of {num_parts}")
+    optimizer = replace(spec.optimizer, lr=parse_number(header, "lr"))
+    return Push(optimizer, steps, tuple(updates), is_last, part, num_parts)
 
 
 def draw_call(group: int, rows_R: Tensor, ids_R: Tensor, seed: int, bound: float) -> Message:

@@ -180,7 +180,7 @@ class CallJournal:
         return sorted(int(path.stem) for path in self.directory.glob(f"*{ending}"))
 
     def _remove_below(self, number: int) -> None:
-        for ending in (COPY, CALLS, ".draft"):
+        for ending in (CALLS, COPY, ".draft"):  # calls without the rows before them could not be read
             for each in self._numbers(ending):
                 if each < number:
                     self._path(each, ending).unlink()

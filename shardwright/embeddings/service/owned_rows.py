@@ -1,17 +1,18 @@
 """The rows that a table server owns: it answers reads of ranks, and applies the updates that they push.
 
-A round is one exchange of updates: of a training step, or of a flush. A rank pushes one message in each round, perhaps
-an empty one. Once those of all ranks are here they are applied, added in the order of ranks, so that the result does
-not depend on which came first. A read names the round before which it is: it is answered when all earlier rounds have
-been applied. So a read with a bound of 0 is exact, and a message that comes twice has no effect the second time.
+A round is one exchange of updates: of a training step, or of a flush. A rank pushes its updates in each round, perhaps
+none, in one message or in several parts. Once those of all ranks are here they are applied, added in the order of
+ranks, so that the result does not depend on which came first. A read names the round before which it is: it is answered
+when all earlier rounds have been applied. So a read with a bound of 0 is exact, and a message that comes twice has no
+effect the second time.
 
 Shape legend: A rows to validate, F rows that are sent, V rows with updates, D columns, S columns of squares,
 X values of a row and its state; E rows of a group, R some of them, C columns of a part.
 """
 
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -80,13 +81,15 @@ class GroupAnswer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Push:
-    """The updates of a rank in a round, by group; `steps`: the number of the optimizer step, by group. `is_last`: the
-    rank has dropped its copies."""
+    """The updates of a rank in a round, by group, or one of `num_parts` parts of them. `steps`: the number of the
+    optimizer step, by group. `is_last`: the rank has dropped its copies."""
 
     optimizer: SparseOptimizer
     steps: tuple[int, ...]
     updates: tuple[RowUpdates, ...]
     is_last: bool = False
+    part: int = 0
+    num_parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,7 @@ class OwnedRows:
         self.clocks = [self._make_clocks(group) for group in spec.groups]
         self.stores = ShardStores(spec.stores)
         self._pushes: dict[int, dict[int, Push]] = {}  # by round and rank
+        self._parts: dict[tuple[int, int], dict[int, Push]] = {}  # by round and rank, and number of the part
         self._snapshots: dict[int, _Snapshot] = {}
 
     def _make_clocks(self, group: GroupSpec) -> RowClocks:
@@ -150,7 +154,7 @@ class OwnedRows:
 
     @property
     def has_incomplete_round(self) -> bool:
-        return bool(self._pushes)
+        return bool(self._pushes or self._parts)
 
     def can_read(self, round_: int) -> bool:
         """Whether all earlier rounds have been applied."""
@@ -172,13 +176,24 @@ class OwnedRows:
         return answers
 
     def push(self, rank: int, round_: int, push: Push) -> bool:
-        """Take the updates of a rank; returns whether they are new."""
+        """Take the updates of a rank, or a part of them; returns whether they are new."""
         self._check_push(push)
         if round_ < self.round or rank in self._pushes.get(round_, ()):
             return False
+        if push.part in (parts := self._parts.get((round_, rank), {})):
+            return False
+        if any(part.num_parts != push.num_parts for part in parts.values()):
+            raise UserError(
+                f"updates of rank {rank} for round {round_} are in {push.num_parts} parts, and were in others"
+            )
         if round_ >= self.round + MAX_ROUNDS_AHEAD or not 0 <= rank < self.spec.num_ranks:
             raise UserError(f"updates of rank {rank} for round {round_}, while round {self.round} is not complete")
-        self._pushes.setdefault(round_, {})[rank] = push
+        parts = self._parts.setdefault((round_, rank), {})
+        parts[push.part] = push
+        if len(parts) < push.num_parts:
+            return True
+        del self._parts[round_, rank]
+        self._pushes.setdefault(round_, {})[rank] = _join_parts(parts)
         while len(self._pushes.get(self.round, ())) == self.spec.num_ranks:
             by_rank = self._pushes[self.round]
             try:
@@ -262,6 +277,13 @@ class OwnedRows:
             self._snapshots[snapshot].holders.discard(holder)
             if not self._snapshots[snapshot].holders:
                 del self._snapshots[snapshot]
+
+
+def _join_parts(parts: Mapping[int, Push]) -> Push:
+    if len(parts) == 1:
+        return parts[0]
+    by_group = zip(*(parts[number].updates for number in range(len(parts))), strict=True)
+    return replace(parts[0], updates=tuple(map(RowUpdates.concat, by_group)))
 
 
 def _check_rows(group: GroupSpec, rows: Tensor) -> None:

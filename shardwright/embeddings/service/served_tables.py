@@ -6,7 +6,7 @@ exact. Phases:
     copies      find lines for the distinct rows of a batch
     fetch       one call to each server: rows and versions of copies to validate; the reply has leases, and the rows
                 that must be sent. It waits at the server until the updates of all ranks of the step before are there
-    update      one call to each server with updates, which nobody waits for; then copies, from own gradients
+    update      updates are pushed to each server, which nobody waits for; then copies, from own gradients
     flush       before state is read: all updates are pushed, and copies are dropped
 
 Shape legend: U distinct rows of a batch, R those of other owners, V rows with updates, D columns.
@@ -167,8 +167,8 @@ class ServedTables:
             for group, by_server in zip(self.groups, by_group, strict=True):
                 pushed = by_server[server]
                 updates.append(replace(pushed, rows_V=group.numbers.local_rows(pushed.rows_V)))
-            message = calls.push_call(self._round, Push(optimizer, numbers, tuple(updates), is_last))
-            self._unconfirmed.append(connection.call(message))
+            push = Push(optimizer, numbers, tuple(updates), is_last)
+            self._unconfirmed += map(connection.call, calls.push_calls(self._round, push))
         self._round += 1
 
     def cancel(self) -> None:
@@ -188,11 +188,11 @@ class ServedTables:
             sizes = torch.bincount(owners, minlength=len(self.connections)).tolist()
             by_group.append([unpushed.select(part) for part in owners.argsort(stable=True).split(sizes)])
         self._push(by_group, self.optimizer, self.bags.steps, is_last=True)
+        self._confirm()
         none = torch.empty(0, dtype=torch.int64)
         call = calls.read_call(self._round, [GroupRead(none, none)] * len(self.groups))
         for pending in [connection.call(call) for connection in self.connections]:
             pending.wait()
-        self._confirm()
 
     def counts(self) -> dict[str, CopyCounts]:
         """By group, named after its tables."""
