@@ -254,6 +254,38 @@ def test_the_updates_of_a_failed_batch_are_pushed_with_the_next_one(next_rows):
     assert torch.equal(clocks.weight_ED, -num_updates[:, None] * torch.ones(2)) and num_updates.sum() == 64
 
 
+def test_a_row_that_has_not_arrived_stays_without_a_version(monkeypatch):
+    """Its own updates wait in its line when the batch that needs it fails, and may then be pushed before it arrives."""
+    monkeypatch.setattr(row_copies, "MAX_UNPUSHED_BATCHES", 2)
+    copies, clocks = (
+        RowCopies(32, 1, SGD(1.0), 10_000, torch.float64),
+        RowClocks(torch.zeros(100, 1).double(), {}, Lease(9, 0)),
+    )
+    one = torch.ones(1, 1, dtype=torch.float64)
+
+    def train(rows):
+        batch = copies.find_lines(rows, torch.ones_like(rows))
+        is_new, leases, versions = clocks.renew(rows[batch.is_expired_R], copies.versions(batch))
+        new = rows[batch.is_expired_R][is_new]
+        copies.fill(batch, leases, is_new, clocks.weight_ED[new], versions[is_new], SGD(1.0))
+        read, gradients = copies.read(batch), one.expand(len(rows), 1)
+        updates = copies.updates_to_push(batch, gradients, SGD(1.0))
+        copies.update(batch, gradients, SGD(1.0), 1)
+        clocks.apply(SGD(1.0), [updates], 1)
+        return read
+
+    rows = torch.arange(32)
+    assert not train(rows).any()
+    for failed in (torch.arange(40, 72), rows):  # evicts the rows, whose updates wait; then places them anew
+        copies.find_lines(failed, torch.ones_like(failed))
+        copies.cancel()
+    copies.weight_LD[copies._version_L == NO_VERSION] = torch.nan  # whatever is there
+    for _ in range(2):  # pushes the updates of all lines that have any
+        train(torch.tensor([80]))
+    copied = torch.isin(rows, copies._row_of_L)
+    assert copied.any() and (train(rows[copied]) == -1).all(), "own updates are read"
+
+
 def test_overdue_updates_of_a_failed_batch_return_to_their_copies(monkeypatch):
     """Else the next batch would validate a version that no owner has given."""
     monkeypatch.setattr(row_copies, "MAX_UNPUSHED_BATCHES", 2)

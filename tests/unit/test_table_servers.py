@@ -10,9 +10,10 @@ import time
 import warnings
 import zlib
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count, product
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -402,6 +403,44 @@ def test_updates_in_parts_are_as_those_in_one_message(tmp_path, monkeypatch):
     assert len([*calls.push_calls(1, empty[0])]) == 1
 
 
+def test_repeated_calls_are_no_progress():
+    """Else a rank whose replies do not arrive would wait, and let others wait, for ever."""
+    handler = send(CallHandler(), [calls.open_call(ONE_RANK)])
+    push, ping = (
+        numbered(calls.push_call(0, make_pushes(ONE_RANK, 1)[0][0])),
+        Message({"call": "ping", "without_reply": []}),
+    )
+    nums = [ask(handler, ping)["num_calls"]]
+    for _ in range(3):
+        send(handler, [push])
+        nums.append(ask(handler, ping)["num_calls"])
+    assert nums == [0, 1, 1, 1]
+
+
+def test_a_server_killed_while_it_removes_its_journal_starts_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(call_handler, "MIN_COPIED_BYTES", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(CallJournal, "end_copy", lambda _: None)  # what it replaces stays
+        _, _, contents = run_with_journal(tmp_path / "whole")
+    several = [files for files in contents if {"1.copy", "1.calls", "2.calls"} <= set(files)]
+    assert several
+    unlink = Path.unlink
+    for number, (files, num_left) in enumerate(product(several[::5], range(1, 5))):
+        directory = tmp_path / str(number)
+        handler, left = start_again(directory, files), count(1)
+
+        def unlink_some(path, left=left, num_left=num_left, **options):
+            if next(left) > num_left:
+                raise KeyboardInterrupt
+            unlink(path, **options)
+
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(Path, "unlink", unlink_some)
+            handler._journal.remove()
+        handler.close()
+        restored(directory).close()
+
+
 def test_a_change_that_fails_is_made_when_it_comes_again(monkeypatch):
     handler = send(CallHandler(), [calls.open_call(ONE_RANK)])
     rows, values = torch.arange(2), torch.ones(2, 4).double()
@@ -601,11 +640,13 @@ def serving(monkeypatch, **options):
     monkeypatch.setattr(server, "_log", lambda write_line: stopped.is_set() and sys.exit())
     thread = threading.Thread(target=server.run, args=(print,), daemon=True)
     thread.start()
-    yield server
-    assert thread.is_alive(), "no message ends a server"
-    stopped.set()
-    thread.join()
-    server.close()
+    try:
+        yield server
+        assert thread.is_alive(), "no message ends a server"
+    finally:
+        stopped.set()
+        thread.join()
+        server.close()
 
 
 @pytest.mark.timeout(20)
@@ -621,6 +662,10 @@ def test_after_a_call_that_was_refused_others_go_on(monkeypatch):
         with pytest.raises(UserError, match="the updates of other ranks did not arrive in time"):
             read.wait()  # it sends pings
         rank.call(calls.push_call(0, make_pushes(ONE_RANK, 1)[0][0])).wait()
+        refused = rank.call(calls.push_call(9, make_pushes(ONE_RANK, 1)[0][0]))
+        for _ in range(2):
+            with pytest.raises(UserError, match="for round 9, while round 1 is not complete"):
+                rank.call(calls.get_call(Place(0, "weight"), torch.arange(2))).wait() if _ == 0 else refused.wait()
 
 
 @pytest.mark.timeout(20)
@@ -628,29 +673,31 @@ def test_after_a_call_that_was_refused_others_go_on(monkeypatch):
 def test_ranks_wait_for_updates_that_arrive_in_many_parts(monkeypatch):
     """Longer than the timeout, as long as the server says that it gets more of them."""
     monkeypatch.setattr("shardwright.comm.transport.servers.PING_SECONDS", 0.1)
-    monkeypatch.setattr(calls, "PUSHED_BYTES", 40)
+    monkeypatch.setattr(calls, "PUSHED_BYTES", 20)
     spec = OwnedSpec(0, 2, SGD(0.1), GROUPS)
     pushes = make_pushes(spec, 1)[0]
     with serving(monkeypatch) as server:
-        address = TableServers((server.address,), timeout_seconds=0.6)
+        address = TableServers((server.address,), timeout_seconds=2)
         connectors = [ServerConnector(address, Caller("r", rank)) for rank in (0, 1)]
         first, second = (each.connect(0) for each in connectors)
         for rank in (first, second):
             rank.call(calls.open_call(spec)).wait()
-        parts = [*calls.push_calls(0, pushes[1])]
-        assert len(parts) > 6
+        parts, pushed = [*calls.push_calls(0, pushes[1])], threading.Event()
+        assert len(parts) > 10
         first.call(calls.push_call(0, pushes[0])).wait()
         read = first.call(calls.read_call(1, [GroupRead(torch.arange(2), torch.tensor([-1, -1]))] * 2))
 
         def push_slowly():
             for part in parts:
-                time.sleep(0.2)
+                time.sleep(0.3)
                 second.call(part).wait()
+            pushed.set()
 
         thread, start = threading.Thread(target=push_slowly), time.monotonic()
         thread.start()
-        assert len(read.wait().arrays) == 4 and time.monotonic() - start > 1.2
+        assert len(read.wait().arrays) == 4 and time.monotonic() - start > 2
         thread.join()
+        assert pushed.is_set()
         for connector in connectors:
             connector.close()
 

@@ -88,6 +88,7 @@ class ServerConnection:
         self._number = PING_NUMBER
         self._unanswered: dict[int, Message] = {}
         self._replies: dict[int, Message] = {}
+        self._errors: dict[int, Exception] = {}  # of calls that were refused, or waited for too long
         self._num_calls = 0  # that the server has had, of all ranks
         self._advanced_at = 0.0  # when the server last said that it had more of them, or reads its journal
         self._lock = Lock()  # of the thread that uses the socket
@@ -119,28 +120,34 @@ class ServerConnection:
             self._caller.sent.add_call(message.header["call"], sum(map(len, frames)))
 
     def _wait(self, number: int) -> Message:
-        try:
-            with self._lock:
-                return self._receive_reply(number)
-        finally:
-            self._unanswered.pop(number, None)  # after an error: it is not repeated
+        with self._lock:
+            return self._receive_reply(number)
+
+    def _give_up(self, number: int, error: Exception) -> Exception:
+        """Do not repeat a call; the error."""
+        self._unanswered.pop(number, None)
+        self._errors[number] = error
+        return error
 
     def _receive_reply(self, number: int) -> Message:
         start = last_message_at = last_ping_at = connected_at = time.monotonic()
         while number not in self._replies:
+            if self._is_closing:
+                raise _ended_error()
+            if number in self._errors:
+                raise self._errors[number]
             if self._socket.poll(round(1000 * PING_SECONDS)):
                 self._receive()
                 last_message_at = time.monotonic()
-            if self._is_closing:
-                raise _ended_error()
             now = time.monotonic()
             if now - last_message_at > self._timeout:
-                raise UserError(
+                error = UserError(
                     f"table server {self.address}: no reply for {self._timeout:g} s; is it running there "
                     "(`shardwright serve-tables`), with the keys created together with this run's?"
                 )
+                raise self._give_up(number, error)
             if now - max(start, self._advanced_at) > self._timeout and number not in self._replies:
-                raise self._explain_wait(number)
+                raise self._give_up(number, self._explain_wait(number))
             if now - max(last_message_at, connected_at) > RECONNECT_SHARE * self._timeout:
                 self._socket.close(linger=0)  # zmq does not connect again after damaged bytes
                 self._socket, connected_at = self._connect(), now
@@ -192,8 +199,7 @@ class ServerConnection:
                 self._send(unanswered)
             return
         if "error" in header and (number in self._unanswered or number == PING_NUMBER):
-            self._unanswered.pop(number, None)
-            raise UserError(f"table server {self.address}: {header['error']}")
+            raise self._give_up(number, UserError(f"table server {self.address}: {header['error']}"))
         if number not in self._unanswered:
             return  # a second reply, or of a ping
         del self._unanswered[number]

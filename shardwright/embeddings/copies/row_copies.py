@@ -219,7 +219,7 @@ class RowCopies:
         lines_K = torch.isin(self._row_of_L, sorted_V).nonzero().flatten()
         returned_K = order_V[torch.searchsorted(sorted_V, self._row_of_L[lines_K])]
         returned = updates.select(returned_K)
-        self._version_L[lines_K] -= returned.counts_V
+        self._raise_versions(lines_K, -returned.counts_V)
         self._unpushed_L[lines_K], self._uses_L[lines_K] = returned.counts_V, returned.uses_V
         self._sum_LD.index_copy_(0, lines_K, returned.sums_VD)
         self._squares_LS.index_copy_(0, lines_K, returned.squares_VS)
@@ -253,10 +253,15 @@ class RowCopies:
         return updates
 
     def _mark_pushed(self, lines: Tensor) -> None:
-        self._version_L[lines] += self._unpushed_L[lines]
+        self._raise_versions(lines, self._unpushed_L[lines])
         self._unpushed_L[lines] = self._uses_L[lines] = 0
         self._sum_LD.index_fill_(0, lines, 0)
         self._squares_LS.index_fill_(0, lines, 0)
+
+    def _raise_versions(self, lines: Tensor, counts: Tensor) -> None:
+        """Not of lines whose rows have not arrived."""
+        version = self._version_L[lines]
+        self._version_L[lines] = torch.where(version == NO_VERSION, version, version + counts)
 
 
 def row_values(weight_ED: Tensor, state: Mapping[str, Tensor], rows_F: Tensor) -> Tensor:

@@ -57,8 +57,8 @@ class CallHandler:
         self._ended: set[int] = set()  # ranks
         self._waiting: dict[tuple[Client, int], Message] = {}  # reads of rounds that are not complete
         self._changed: dict[str, int] = {}  # by connection of a rank, the number of the last call that changed rows
-        self._last_numbers: dict[int, int] = {}  # of calls about state, by rank
-        self._num_calls = 0  # of the run, without pings
+        self._last_numbers: dict[str, int] = {}  # of calls, by connection of a rank
+        self._num_calls = 0  # of the run, without pings and repeated calls
         self.served = Served()
         self._restored_at = -math.inf  # when the journal of a run was read
         self._most_bytes = MIN_COPIED_BYTES  # of calls, until a copy of the rows is written
@@ -215,16 +215,14 @@ class CallHandler:
 
     def _is_current(self, header: Mapping[str, Any]) -> bool:
         """Whether it may be answered: not a call about state, which come one at a time, that arrives after a later one,
-        from a connection that the rank has lost."""
+        from a connection that the rank has lost. Counts calls that come for the first time."""
         if header["call"] == "ping":
             return True
-        self._num_calls += 1
-        if header.get("connection") != STATE_CONNECTION:
-            return True
-        rank, number = parse_integer(header, "rank"), parse_integer(header, "number")
-        last = self._last_numbers.get(rank, 0)
-        self._last_numbers[rank] = max(last, number)
-        return number >= last
+        connection, number = _connection(header), parse_integer(header, "number")
+        last = self._last_numbers.get(connection, 0)
+        if number > last:
+            self._last_numbers[connection], self._num_calls = number, self._num_calls + 1
+        return number >= last or header["connection"] != STATE_CONNECTION
 
     def _is_first(self, header: Mapping[str, Any]) -> bool:
         """Whether a call that changes rows comes for the first time, and not from a connection that the rank has lost,

@@ -180,8 +180,8 @@ class CallJournal:
         return sorted(int(path.stem) for path in self.directory.glob(f"*{ending}"))
 
     def _remove_below(self, number: int) -> None:
-        for ending in (CALLS, COPY, ".draft"):  # calls without the rows before them could not be read
-            for each in self._numbers(ending):
+        for ending in (CALLS, COPY, ".draft"):  # calls could not be read without what is before them
+            for each in reversed(self._numbers(ending)):
                 if each < number:
                     self._path(each, ending).unlink()
 

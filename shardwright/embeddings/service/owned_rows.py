@@ -34,7 +34,7 @@ WEIGHT = "weight"
 
 
 class RoundFailed(Exception):
-    """Some updates of a round may have been applied: the server ends before it acknowledges anything."""
+    """Some updates of a round may have been applied, or lost: the server ends before it acknowledges anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +192,11 @@ class OwnedRows:
         parts[push.part] = push
         if len(parts) < push.num_parts:
             return True
+        try:
+            self._pushes.setdefault(round_, {})[rank] = _join_parts(parts)
+        except Exception as error:
+            raise RoundFailed(f"updates of rank {rank} cannot be joined: {error}") from error
         del self._parts[round_, rank]
-        self._pushes.setdefault(round_, {})[rank] = _join_parts(parts)
         while len(self._pushes.get(self.round, ())) == self.spec.num_ranks:
             by_rank = self._pushes[self.round]
             try:

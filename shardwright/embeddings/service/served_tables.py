@@ -161,15 +161,16 @@ class ServedTables:
         is_last: bool = False,
     ) -> None:
         """`by_group`: by server."""
-        numbers = tuple(group.max_step(steps) for group in self.groups)
+        numbers, messages = tuple(group.max_step(steps) for group in self.groups), []
         for server, connection in enumerate(self.connections):
             updates = []
             for group, by_server in zip(self.groups, by_group, strict=True):
                 pushed = by_server[server]
                 updates.append(replace(pushed, rows_V=group.numbers.local_rows(pushed.rows_V)))
             push = Push(optimizer, numbers, tuple(updates), is_last)
-            self._unconfirmed += map(connection.call, calls.push_calls(self._round, push))
-        self._round += 1
+            messages += [(connection, message) for message in calls.push_calls(self._round, push)]
+        self._round += 1  # first: after an interrupt the updates of another batch must not be taken for parts of these
+        self._unconfirmed += [connection.call(message) for connection, message in messages]
 
     def cancel(self) -> None:
         """End a batch whose step has failed."""
