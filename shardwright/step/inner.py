@@ -33,6 +33,12 @@ class InnerStage:
         value = self.values.get(self.output)
         return wait_for_slot(self.values, self.output, self.slots.tracer) if isinstance(value, InFlight) else value
 
+    def take_if_ended(self) -> None:
+        """Take the value that it has written if its work has ended, so that buffers of the work are freed."""
+        value = self.values.get(self.output)
+        if isinstance(value, InFlight) and value.pending.end is not None:
+            wait_for_slot(self.values, self.output, None)
+
     def release(self) -> None:
         """Drop the value that it has written."""
         self.values.pop(self.output, None)
