@@ -146,6 +146,14 @@ def _mean(old: Beside | None, new: Beside) -> Beside:
     if old is None:
         return new
     num = old.num + new.num
-    names = ("collective_seconds", "matmul_seconds", "together_seconds")
+    if bool(old.matmul_end_seconds) != bool(new.matmul_end_seconds):
+        return new  # an old file without ends: its seconds alone would not fit the new ends
+    names = (
+        "collective_seconds",
+        "matmul_seconds",
+        "together_seconds",
+        "collective_end_seconds",
+        "matmul_end_seconds",
+    )
     means = {name: (old.num * getattr(old, name) + new.num * getattr(new, name)) / num for name in names}
     return replace(new, num=num, **means)

@@ -3,9 +3,11 @@
 Groups of a level run at the same time, as in training, so that ranks that share a link also share it here.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import combinations, pairwise
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -130,9 +132,11 @@ def measure_overlap(mesh: Mesh, clock: Clock, report_progress: ProgressCallback)
                 issue = prepare_collective(op, bytes_, mesh.group(axes), mesh.device)
                 collective_seconds = clock.sample((bytes_,), _blocking_call(issue), slowest=True).seconds
                 num = max(1, round(collective_seconds / matmul_call_seconds))
-                matmul_seconds = clock.sample((bytes_,), partial(_overlap, None, multiply, num)).seconds
-                overlap = partial(_overlap, issue, multiply, num)
+                matmul_seconds = clock.sample((bytes_,), partial(_overlap, None, multiply, num, [])).seconds
+                ends: list[tuple[float, float]] = []
+                overlap = partial(_overlap, issue, multiply, num, ends)
                 together_seconds = clock.sample((bytes_,), overlap, slowest=True).seconds
+                collective_end, matmul_end = _typical_ends(clock, ends) if mesh.device.type == "cpu" else (0.0, 0.0)
                 yield Beside(
                     op=op,
                     levels=axes,
@@ -140,16 +144,30 @@ def measure_overlap(mesh: Mesh, clock: Clock, report_progress: ProgressCallback)
                     collective_seconds=collective_seconds,
                     matmul_seconds=matmul_seconds,
                     together_seconds=together_seconds,
+                    collective_end_seconds=collective_end,
+                    matmul_end_seconds=matmul_end,
                 )
 
 
-def _overlap(issue: IssueCollective | None, compute: Callable[[], object], num: int) -> None:
-    """Issue the collective, run `compute` `num` times, wait for the collective."""
+def _overlap(
+    issue: IssueCollective | None, compute: Callable[[], object], num: int, ends: list[tuple[float, float]]
+) -> None:
+    """Issue the collective, run `compute` `num` times, wait for the collective; append the seconds until each ended."""
+    start = time.perf_counter()
     pending = issue() if issue else None
     for _ in range(num):
         compute()
+    computed = time.perf_counter()
     if pending:
         pending.wait()
+        ends.append(((pending.end or time.perf_counter()) - start, computed - start))
+
+
+def _typical_ends(clock: Clock, ends: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """When the collective and the products ended: medians over the calls, means over the ranks."""
+    medians = [median(seconds) for seconds in zip(*ends, strict=True)]
+    collective_end, matmul_end = (fmean(clock.all_gather(seconds)) for seconds in medians)
+    return collective_end, matmul_end
 
 
 def _blocking_call(issue: IssueCollective) -> Callable[[], object]:

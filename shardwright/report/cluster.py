@@ -134,9 +134,12 @@ def overlap_grid(cluster: Cluster) -> Grid:
             time_cell(pair.collective_seconds),
             time_cell(pair.matmul_seconds),
             time_cell(pair.together_seconds),
+            time_cell(pair.collective_end_seconds) if pair.collective_end_seconds else "",
+            time_cell(pair.matmul_end_seconds) if pair.matmul_end_seconds else "",
         )
         rows.append((pair.op, " + ".join(pair.levels), bytes_text(pair.bytes_), *time_cells, f"{100 * hidden:.0f} %"))
-    columns = ("operation", "levels", "size", "collective only", "products only", "together", "overlapped")
+    alone, together = ("collective only", "products only"), ("together", "collective ends", "products end")
+    columns = ("operation", "levels", "size", *alone, *together, "overlapped")
     return Grid(columns, tuple(rows), num_text_columns=2)
 
 

@@ -117,7 +117,10 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """Overlap measurement: a collective and a matmul of about the same duration, alone and at the same time."""
+    """Overlap measurement: a collective and matmuls of about the same duration, alone and at the same time.
+
+    `collective_end_seconds` and `matmul_end_seconds`: when each ended, at the same time; 0: not measured.
+    """
 
     op: str
     levels: tuple[str, ...]
@@ -125,6 +128,8 @@ class Beside:
     collective_seconds: float
     matmul_seconds: float
     together_seconds: float
+    collective_end_seconds: float = 0.0
+    matmul_end_seconds: float = 0.0
     num: int = 1
 
 
@@ -235,6 +240,8 @@ def _check_collectives(cluster: Cluster) -> Iterator[str]:
             f"{overlap.op} overlapped with matmul", bytes_=overlap.bytes_, **dict(zip(names, times, strict=True))
         )
         yield from check_positive(f"{overlap.op} overlapped with matmul", num=overlap.num)
+        ends = {name: getattr(overlap, name) for name in ("collective_end_seconds", "matmul_end_seconds")}
+        yield from check_non_negative(f"{overlap.op} overlapped with matmul", **ends)
     for collective in cluster.collectives:
         subject = f'collective "{collective.op} over {", ".join(collective.levels)}"'
         yield from check_positive(subject, bytes_per_second=collective.bytes_per_second)

@@ -212,6 +212,29 @@ def test_collectives_overlapped_with_computation_slow_it_down():
     )
 
 
+@pytest.mark.parametrize(("collective", "products"), [(0.125, 0.15), (0.15, 0.125)])
+def test_a_collective_and_products_that_were_timed_apart_slow_each_other_down(collective, products):
+    """The speeds while both run give the ends that were measured."""
+    pair = Beside(
+        op="all_reduce",
+        levels=("local", "host"),
+        bytes_=10**6,
+        collective_seconds=0.1,
+        matmul_seconds=0.1,
+        together_seconds=0.15,
+        collective_end_seconds=collective,
+        matmul_end_seconds=products,
+    )
+    cluster, levels = replace(PAIRS, beside=(pair,)), ("local", "host")
+    rate = 1 - primitives.collective_slowdown(cluster, "all_reduce", levels, 10**6)
+    lost = primitives.compute_slowdown(cluster, "all_reduce", levels, 10**6)
+    both = min(collective, products)
+    assert both * rate + (collective - both) == pytest.approx(0.1)
+    assert both * (1 - lost * rate) + (products - both) == pytest.approx(0.1)
+    assert primitives.collective_slowdown(cluster, "broadcast", levels, 10**6) == pytest.approx(1 - rate)
+    assert primitives.collective_slowdown(cluster, "reduce_scatter", levels, 10**6) == 0.0
+
+
 def test_the_device_prices_products_rows_and_copies():
     cost = primitives.matmul_cost(DEVICE, 10, 20, 30)
     assert cost.seconds == pytest.approx(1e-5 + 12_000e-9 + 4 * (200 + 600 + 300) * 1e-8)

@@ -170,6 +170,16 @@ def test_collectives_slow_overlapped_computation():
     assert end_times(timeline, "work")[0] == pytest.approx(2.0) and duration(timeline) == 4.0
 
 
+def test_computation_slows_overlapped_collectives():
+    send, work = Stage("send", "wire", (), ("x",)), Stage("work", "main", (), ("y",))
+    tasks = {"send": Task(seconds=3.0, is_collective=True, slowdown=0.25), "work": Task(seconds=10.0)}
+    timeline = simulate_calls(expand_calls([send, work], 1), tasks, 2, blocking=True)
+    assert end_times(timeline, "send")[0] == pytest.approx(4.0) and duration(timeline) == 10.0
+    tasks["work"] = Task(seconds=2.0)
+    timeline = simulate_calls(expand_calls([send, work], 1), tasks, 2, blocking=True)
+    assert end_times(timeline, "send")[0] == pytest.approx(3.5)  # 1.5 of 3 are done after 2
+
+
 def test_state_slots_keep_their_order_on_any_lane():
     """An update on another lane ends before the next batch reads what it wrote."""
     lookup, update = Stage("look", "main", ("state.t",), ("v",)), Stage("write", "side", ("v",), ("state.t",))

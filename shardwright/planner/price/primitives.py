@@ -19,10 +19,11 @@ import numpy as np
 from shardwright.errors import UserError, did_you_mean
 from shardwright.planner.price.rounds import Round, collective_rounds, traffic_by_level
 from shardwright.spec import linear_fit
-from shardwright.spec.cluster import Cluster, Collective, Device, Level, Price, Sample, Tier
+from shardwright.spec.cluster import Beside, Cluster, Collective, Device, Level, Price, Sample, Tier
 from shardwright.spec.workload import DTYPE_BYTES
 
 Basis = Literal["measured", "beyond", "scaled", "formula"]  # beyond: outside the sizes that were measured
+MIN_OVERLAPPED_RATE = 0.1  # of a collective, while products run
 SAMPLE_MARGIN = 1.5  # a size within this factor of the samples still counts as measured
 BANDWIDTH_OCTAVES = 1.0  # width of the kernel over sizes, in octaves, that weights the samples of a product
 SATURATED_SIZE = 1 << 15  # from here on, a size no longer changes the rate of a product
@@ -201,15 +202,45 @@ def overlapped_cost(cluster: Cluster, op: str, levels: Sequence[str], bytes_: in
 
 
 def compute_slowdown(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> float:
-    """Computation lost while a collective runs, as a share of the collective's time; 0 if never measured."""
+    """Computation lost while a collective runs, as a share of the collective's time alone; 0 if never measured."""
+    return _overlap_share(cluster, op, levels, bytes_, _lost_computation)
+
+
+def collective_slowdown(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> float:
+    """The share of its speed that a collective loses while its ranks compute; 0 if never measured."""
+    return _overlap_share(cluster, op, levels, bytes_, lambda pair: 1 - _collective_rate(pair))
+
+
+def _overlap_share(
+    cluster: Cluster, op: str, levels: Sequence[str], bytes_: int, share: Callable[[Beside], float]
+) -> float:
+    """A share between 0 and 1, interpolated over the sizes that were measured together with products."""
     kind = "all_reduce" if op in RING_OPS else "all_to_all"
     pairs = [pair for pair in cluster.beside if pair.op == kind and set(pair.levels) == set(levels)]
     if not pairs:
         return 0.0
     pairs.sort(key=lambda pair: pair.bytes_)
-    shares = [(pair.together_seconds - pair.matmul_seconds) / pair.collective_seconds for pair in pairs]
-    shares = [min(1.0, max(0.0, share)) for share in shares]  # never slower than without overlap
+    shares = [min(1.0, max(0.0, share(pair))) for pair in pairs]  # never slower than without overlap
     return float(np.interp(log(max(bytes_, 1)), [log(pair.bytes_) for pair in pairs], shares))
+
+
+def _collective_rate(pair: Beside) -> float:
+    """The speed of a collective while products run, relative to its speed alone."""
+    if not pair.matmul_end_seconds:
+        return 1.0
+    if pair.collective_end_seconds <= pair.matmul_end_seconds:
+        rate = pair.collective_seconds / pair.collective_end_seconds
+    else:
+        rate = 1 - (pair.collective_end_seconds - pair.collective_seconds) / pair.matmul_end_seconds
+    return min(1.0, max(MIN_OVERLAPPED_RATE, rate))
+
+
+def _lost_computation(pair: Beside) -> float:
+    """Seconds of computation lost by a collective, over the seconds that the collective takes alone."""
+    if not pair.matmul_end_seconds:
+        return (pair.together_seconds - pair.matmul_seconds) / pair.collective_seconds
+    both = min(pair.collective_end_seconds, pair.matmul_end_seconds)  # how long both ran
+    return (pair.matmul_end_seconds - pair.matmul_seconds) / (both * _collective_rate(pair))
 
 
 def slowest_link_seconds(cluster: Cluster, traffic_RR: np.ndarray) -> float:

@@ -266,15 +266,16 @@ def _overlap_phases(all_groups: AxisGroups, phases: Sequence[CollectivePhase], b
     """
     op, groups, _, longest = max(phases, key=lambda phase: phase[-1].seconds)
     task = traffic.collective_task(groups, op, longest.seconds, bytes_, longest.link_share)
+    measured = [(groups.cluster, op, groups.level_names, size) for op, groups, size, _ in phases]
     slowed = sum(
-        primitives.compute_slowdown(groups.cluster, op, groups.level_names, size) * cost.seconds
-        for op, groups, size, cost in phases
+        primitives.compute_slowdown(*of) * phase[-1].seconds for of, phase in zip(measured, phases, strict=True)
     )
     return replace(
         task,
         levels=all_groups.level_names,
         links=collective_links(all_groups, all_groups.within),
         compute_slowdown=slowed / longest.seconds if longest.seconds else 0.0,
+        slowdown=max(primitives.collective_slowdown(*of) for of in measured),
     )
 
 

@@ -29,6 +29,7 @@ class Task:
     links: tuple[Link, ...] = ()  # the links of these levels that it uses; empty: all of them
     link_share: float = 1.0  # the share of their bandwidth that it uses where nothing else does
     compute_slowdown: float = 0.0  # computation lost to it, as a share of its duration
+    slowdown: float = 0.0  # of a collective: the share of its speed that it loses while its ranks compute
     shared_rate: float = 1.0  # speed of this task and of its rank's computation while both run; 1: not shared
     kind: str = ""
     bytes_: int = 0

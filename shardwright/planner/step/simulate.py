@@ -6,9 +6,9 @@ order, received messages apart from others. A call starts once all calls that it
 blocks the thread (a CPU), the thread waits for them; where the device orders work (streams), the lane does. A
 collective, or a message, starts when its last rank has reached it, and ends at the same time on all its ranks.
 
-Calls in flight share resources. Collectives and messages share network links (shared_links.py). A collective slows
-down computation on `main` of its ranks as measured. A loader worker that shares a rank's processor slows down that
-rank's computation, and is slowed down by it (`Task.shared_rate`).
+Calls in flight share resources. Collectives and messages share network links (shared_links.py). A collective and the
+computation on `main` of its ranks slow each other down as measured. A loader worker that shares a rank's processor
+slows down that rank's computation, and is slowed down by it (`Task.shared_rate`).
 """
 
 import heapq
@@ -208,6 +208,9 @@ class _Simulator:
     def _set_rates(self) -> list[float]:
         """Set the rates of computation; return the rate of each collective in flight."""
         rates = sharing_rates(self.collectives)
+        for index, op in enumerate(self.collectives):
+            if op.task.slowdown and self._computes(op.task):
+                rates[index] *= 1 - op.task.slowdown
         slowing = [
             (op.task, rate) for op, rate in zip(self.collectives, rates, strict=True) if op.task.compute_slowdown
         ]
@@ -215,6 +218,12 @@ class _Simulator:
             slowdown = sum(task.compute_slowdown * rate * _share_of(group.ranks, task) for task, rate in slowing)
             group.rate = max(MIN_RATE, 1 - slowdown)
         return rates
+
+    def _computes(self, task: Task) -> bool:
+        """Whether a rank of a collective computes."""
+        if any(task.ranks is None or rank in task.ranks for rank in self.shared):
+            return True
+        return any(group.ends and _share_of(group.ranks, task) for group in self.processors)
 
     def _step_to_next_end(self) -> None:
         rates = self._set_rates()

@@ -39,6 +39,7 @@ def collective_task(groups: AxisGroups, op: str, seconds: float, bytes_: int, li
         links=collective_links(groups, groups.within),
         link_share=link_share,
         compute_slowdown=primitives.compute_slowdown(groups.cluster, op, groups.level_names, max(bytes_, 1)),
+        slowdown=primitives.collective_slowdown(groups.cluster, op, groups.level_names, max(bytes_, 1)),
         bytes_=bytes_,
         link_seconds=seconds,
         latency_seconds=min(seconds, group_cost(groups, op, 1).seconds),
