@@ -194,7 +194,7 @@ def main() -> int:
     parser.add_argument("--on", nargs="*", default=list(SETTINGS), choices=SETTINGS, metavar="SETTING")
     parser.add_argument("--draws", type=int, default=10, help="configurations of a setting")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=5 * LOG_EVERY)
+    parser.add_argument("--steps", type=int, default=12 * LOG_EVERY)
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     args = parser.parse_args()
