@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import combinations, pairwise
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -164,9 +164,9 @@ def _overlap(
 
 
 def _typical_ends(clock: Clock, ends: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """When the collective and the products ended: medians over the calls, means over the ranks."""
+    """When the collective and the products ended, on the rank where they end last: medians over the calls."""
     medians = [median(seconds) for seconds in zip(*ends, strict=True)]
-    collective_end, matmul_end = (fmean(clock.all_gather(seconds)) for seconds in medians)
+    collective_end, matmul_end = (max(clock.all_gather(seconds)) for seconds in medians)
     return collective_end, matmul_end
 
 
