@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import combinations, pairwise
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -164,9 +164,10 @@ def _overlap(
 
 
 def _typical_ends(clock: Clock, ends: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """When the collective and the products ended, on the rank where they end last: medians over the calls."""
-    medians = [median(seconds) for seconds in zip(*ends, strict=True)]
-    collective_end, matmul_end = (max(clock.all_gather(seconds)) for seconds in medians)
+    """When the collective and the products ended, on the rank where they end last: means over the calls,
+    without the first, which is not in the sample."""
+    means = [fmean(seconds) for seconds in zip(*(ends[1:] or ends), strict=True)]
+    collective_end, matmul_end = (max(clock.all_gather(seconds)) for seconds in means)
     return collective_end, matmul_end
 
 

@@ -23,6 +23,7 @@ from shardwright.planner.chunks import (
 )
 from shardwright.planner.price import overheads
 from shardwright.planner.price.axis_groups import AxisGroups, connecting_level, message_links, send_cost
+from shardwright.planner.price.primitives import collective_slowdown, compute_slowdown
 from shardwright.planner.problem import Problem
 from shardwright.planner.step import block_stages, block_tasks, traffic
 from shardwright.planner.step.rank_calls import RankCalls, Task, call_dependencies, expand_calls
@@ -33,6 +34,8 @@ from shardwright.spec.pipeline import BACKWARD, FORWARD, Chunk, rank_chunks, ran
 from shardwright.spec.plan import Stage
 from shardwright.spec.stage_checks import is_persistent
 from shardwright.spec.wire import REQUEST_HEADER_BYTES
+
+ONE_WAY = 2  # a message slows computation half as much as an exchange of its bytes, which go both ways
 
 
 def pipeline_calls(
@@ -231,6 +234,7 @@ def _message_task(problem: Problem, one_replica: bool, name: str, source: int, t
     num = pipelines.num_on_link(level) if one_replica else 1
     cost, latency = send_cost(cluster, source, target, max(1, bytes_)), send_cost(cluster, source, target, 1).seconds
     seconds = max(cost.seconds, latency + num * (cost.seconds - latency)) if bytes_ else 0.0
+    exchange = cluster, "all_to_all", (level.name,), max(1, bytes_)  # was measured together with products
     return Task(
         seconds=seconds,
         ranks=(source, target),
@@ -239,6 +243,8 @@ def _message_task(problem: Problem, one_replica: bool, name: str, source: int, t
         levels=(level.name,),
         links=message_links(cluster, source, target),
         link_share=min(1.0, num * cost.link_share * cost.seconds / seconds) if seconds else 1.0,
+        compute_slowdown=compute_slowdown(*exchange) / ONE_WAY,
+        slowdown=collective_slowdown(*exchange) / ONE_WAY,
         kind="message",
         bytes_=bytes_,
         link_seconds=seconds,
