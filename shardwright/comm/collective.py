@@ -334,16 +334,17 @@ def _send_and_receive(inputs: Sequence[Tensor], outputs: Sequence[Tensor], group
 
 def _direct_all_reduce(x: Tensor, group: Group) -> Pending[Tensor]:
     """All-reduce in place: every rank receives the tensors of all ranks and adds them in rank order."""
-    total = x.detach()
-    parts = list(total.new_empty(group.size, *x.shape))
+    own = x.detach()
+    parts = list(own.new_empty(group.size - 1, *x.shape))
+    parts.insert(group.index, own)
 
     def sum_parts() -> Tensor:
-        total.copy_(parts[0])
+        total = parts[0]
         for part in parts[1:]:
             total.add_(part)
-        return x
+        return x if total is own else x.copy_(total)
 
-    return issue_works(group, sum_parts, lambda: _send_and_receive([total] * group.size, parts, group))
+    return issue_works(group, sum_parts, lambda: _send_and_receive([own] * group.size, parts, group))
 
 
 def _split_rows(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -231,9 +231,8 @@ class StepBindings:
 
     @accesses(reads=("batch", "logits", "loss"))
     def emit(self, slots: Slots) -> None:
-        logits = tree_map_only(Tensor, Tensor.detach, slots["logits"])
         weight = loss_weight(self.model.loss, slots["batch"]) if self.batches.num > 1 else 1.0
-        self.add_output(slots.call, slots["batch"], Scores(slots["loss"].detach(), logits, weight))
+        self.add_output(slots.call, slots["batch"], Scores(slots["loss"].detach(), slots["logits"], weight))
 
     def add_output(self, call: Call, batch: Batch, scores: Scores | None) -> None:
         """Yield the output of a batch once those of all its parts are here."""
@@ -301,15 +300,14 @@ class StepBindings:
     def _forward(self, slots: Slots, run_model: Callable[[], Any]) -> None:
         slots["logits"], slots["loss"] = self.run_with_loss(slots.call, run_model, slots["batch"])
 
-    def run_with_loss(
-        self, call: Call, run_model: Callable[[], Any], batch: Batch, chunk: int = 0
-    ) -> tuple[Any, Tensor]:
+    def run_with_loss(self, call: Call, run: Callable[[], Any], batch: Batch, chunk: int = 0) -> tuple[Any, Tensor]:
         """The model's output and the loss."""
-        logits = self.run_dense(call, run_model, chunk)
+        logits = self.run_dense(call, run, chunk)
         with torch.set_grad_enabled(self.training):
             if self.autocast_dtype == torch.bfloat16:  # losses and metrics are computed in float32
                 logits = tree_map_only(Tensor, lambda x: x.float() if x.dtype == torch.bfloat16 else x, logits)
-            return logits, self._loss(logits, batch)
+            loss = self._loss(logits, batch).clone()  # no view: `detach_` may free its graph
+        return tree_map_only(Tensor, Tensor.detach, logits), loss
 
     def run_dense(self, call: Call, run: Callable[[], Any], chunk: int = 0) -> Any:
         """Run the dense model, or a chunk of it."""
@@ -369,6 +367,7 @@ class StepBindings:
         if vectors is not None and trains_tables:
             vectors.receive(send_gradients if self.overlap else None)
         reduction = self.run_backward(slots.call, (slots["loss"] * share).backward)
+        slots["loss"].detach_()
         if not exchanges and trains_tables:
             send_gradients()
         gradients = in_flight("gradients", WIRE, exchanges[0]) if exchanges else None

@@ -141,6 +141,7 @@ def _last_backward(chunk: Chunk) -> ChunkFunction:
     def backward(step: Any, slots: Slots) -> None:
         share = slots["weight"] / slots["step_weight"]
         _run_backward(step, slots, chunk, (slots["loss"] * share).backward)
+        slots["loss"].detach_()  # its graph would hold what was received, and its gradient, until the end of the step
 
     return backward
 

@@ -7,7 +7,7 @@ is being reduced. What earlier blocks saved is still held; what later blocks sav
 are held instead.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from shardwright.planner.problem import REST_BLOCK, Problem
 from shardwright.spec.workload import Block
@@ -48,7 +48,7 @@ def all_gradient_bytes(problem: Problem) -> float:
     """Bytes of the gradients of all blocks, and of the buffers that reduce them."""
     blocks = problem.blocks
     dense = sum(block.parameter_bytes / problem.num_shards(block) for block in blocks)
-    return _buffer_bytes(problem, blocks) + dense + problem.own_expert_bytes(blocks)
+    return buffer_bytes(problem) + dense + problem.own_expert_bytes(blocks)
 
 
 def _memory_over_backward(problem: Problem, scattering: float) -> Iterator[MemoryParts]:
@@ -58,7 +58,7 @@ def _memory_over_backward(problem: Problem, scattering: float) -> Iterator[Memor
     weights = sum(block.parameter_bytes / problem.num_shards(block) for block in resident)
     weights += problem.own_expert_bytes(blocks)
     moments = NUM_MOMENTS * problem.moment_share * weights
-    gradients, saved = _buffer_bytes(problem, blocks), sum(saved_activation_bytes(problem, block) for block in blocks)
+    gradients, saved = buffer_bytes(problem), sum(saved_activation_bytes(problem, block) for block in blocks)
     unsharded = [block.parameter_bytes for block in blocks if needs_unshard(problem, block)]
     previous = scattering  # bytes of the block whose backward ran before
     for block in reversed(blocks):
@@ -93,12 +93,12 @@ def needs_unshard(problem: Problem, block: Block) -> bool:
     return is_split and block.name != REST_BLOCK and block.parameter_bytes > 0
 
 
-def _buffer_bytes(problem: Problem, blocks: Sequence[Block]) -> float:
+def buffer_bytes(problem: Problem) -> float:
     """Bytes for reducing gradients, besides the gradients: all-reduce buckets and error feedback residuals.
 
     Residuals are the rounding errors of bfloat16 gradients; they are added to the next gradients.
     """
-    has_residual = problem.precision.dense_gradients == "bfloat16"
+    blocks, has_residual = problem.blocks, problem.precision.dense_gradients == "bfloat16"
     buckets = [block.parameter_bytes for block in blocks if not needs_unshard(problem, block)]
     shards = [block.parameter_bytes / problem.num_shards(block) for block in blocks if needs_unshard(problem, block)]
     reduces = problem.sample_groups.size > 1

@@ -1,6 +1,7 @@
 """Memory of a rank of a pipeline: its chunks, and the activations of micro-batches between forward and backward."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import cache, partial
 
 from shardwright.planner.chunks import blocks_problem, boundary_bytes, chunk_blocks, pipeline_of, ranks_by_stage
 from shardwright.planner.memory import dense_model
@@ -9,7 +10,7 @@ from shardwright.planner.problem import Problem
 from shardwright.spec.pipeline import FORWARD, SCHEDULES, Chunk, rank_chunks
 from shardwright.spec.workload import Block
 
-MESSAGES_IN_FLIGHT = 4  # activations that are received and sent, and their gradients
+MESSAGES_IN_FLIGHT = 2  # with each neighbor: activations and their gradients
 
 
 def memory_by_stage(problem: Problem) -> list[MemoryParts]:
@@ -23,9 +24,11 @@ def _rank_memory(problem: Problem, index: int, ranks: tuple[int, ...], num_ranks
     pipeline, chunks = pipeline_of(problem), rank_chunks(pipeline_of(problem), num_ranks, index)
     own = [blocks_problem(problem, chunk_blocks(problem.workload, chunk), ranks) for chunk in chunks]
     saved = [sum(dense_model.saved_activation_bytes(chunk, block) for block in chunk.blocks) for chunk in own]
-    messages = MESSAGES_IN_FLIGHT * max(_message_bytes(problem, chunk) for chunk in chunks)
-    in_backward = [_chunk_memory(chunk, own[:number] + own[number + 1 :]) for number, chunk in enumerate(own)]
+    messages = max(_message_bytes(problem, chunk) for chunk in chunks)
+    outputs = _output_bytes(own[-1]) if chunks[-1].is_last else 0.0
     peaks: list[MemoryParts] = []
+    in_backward = cache(partial(_chunk_memory, own))
+    begun = frozenset[int]()  # chunks whose gradients have been allocated in this step
     all_saved, gathered = 0.0, dict[int, float]()  # by chunk, its last block, which stays gathered for backward
     for token in SCHEDULES[pipeline.schedule](num_ranks, index, len(own), pipeline.micro_batches):
         if token.pass_ == FORWARD:
@@ -34,28 +37,38 @@ def _rank_memory(problem: Problem, index: int, ranks: tuple[int, ...], num_ranks
             continue
         all_saved -= saved[token.chunk]
         gathered.pop(token.chunk, None)
-        parts = dict(in_backward[token.chunk])
+        parts = dict(in_backward(token.chunk, begun))
+        begun |= {token.chunk}
         parts["activations"] += all_saved
         parts["gathered weights"] += sum(gathered.values())
-        peaks.append((*parts.items(), ("messages", messages)))
+        peaks.append((*parts.items(), ("messages", messages), ("outputs", outputs)))
     return max(peaks, key=dense_model.total_bytes)
 
 
-def _chunk_memory(chunk: Problem, others: Sequence[Problem]) -> dict[str, float]:
-    """Memory in the backward pass of a micro-batch through a chunk, with weights and gradients of `others`, the other
-    chunks of the rank."""
-    scattering = max((blocks[0].parameter_bytes for blocks in map(_sharded_blocks, others) if blocks), default=0.0)
-    parts = dict(dense_model.peak_memory(chunk, scattering))
-    for other in others:
-        held = dict(dense_model.peak_memory(other))
+def _chunk_memory(own: Sequence[Problem], number: int, begun: Collection[int]) -> dict[str, float]:
+    """Memory in the backward pass of a micro-batch through a chunk of a rank.
+
+    `begun`: chunks through which an earlier micro-batch of the step has gone backward; others have no gradients yet.
+    """
+    others = [index for index in range(len(own)) if index != number]
+    sharded = [blocks for index in others if (blocks := _sharded_blocks(own[index]))]
+    scattering = max((blocks[0].parameter_bytes for blocks in sharded), default=0.0)
+    parts = dict(dense_model.peak_memory(own[number], scattering))
+    if number in begun:
+        parts["dense gradients"] = _gradient_bytes(own[number])
+    for index in others:
+        held = dict(dense_model.peak_memory(own[index]))
         for name in ("dense weights", "dense optimizer"):
             parts[name] += held[name]
-    if chunk.micro_batches > 1:
-        parts["dense gradients"] = 0.0
-        for part in (chunk, *others):  # sums of this micro-batch, apart from those of earlier ones
-            sums = sum(block.parameter_bytes / part.num_shards(block) for block in _sharded_blocks(part))
-            parts["dense gradients"] += dense_model.all_gradient_bytes(part) + sums
+        gradients = _gradient_bytes(own[index]) if index in begun else dense_model.buffer_bytes(own[index])
+        parts["dense gradients"] += gradients
     return parts
+
+
+def _gradient_bytes(chunk: Problem) -> float:
+    """Gradients of a chunk: the sums of this micro-batch, apart from those of earlier ones, and buffers."""
+    sums = sum(block.parameter_bytes / chunk.num_shards(block) for block in _sharded_blocks(chunk))
+    return dense_model.all_gradient_bytes(chunk) + sums
 
 
 def _sharded_blocks(chunk: Problem) -> list[Block]:
@@ -64,6 +77,13 @@ def _sharded_blocks(chunk: Problem) -> list[Block]:
 
 
 def _message_bytes(problem: Problem, chunk: Chunk) -> float:
-    """Bytes of the largest message of a chunk."""
-    received = 0.0 if chunk.is_first else boundary_bytes(problem, chunk.number)
-    return max(received, 0.0 if chunk.is_last else boundary_bytes(problem, chunk.number + 1))
+    """Bytes of the messages of a chunk that are in flight."""
+    numbers = [*([] if chunk.is_first else [chunk.number]), *([] if chunk.is_last else [chunk.number + 1])]
+    return MESSAGES_IN_FLIGHT * sum(boundary_bytes(problem, number) for number in numbers)
+
+
+def _output_bytes(chunk: Problem) -> float:
+    """Bytes of the logits of a step before its last micro-batch, and of those of the step before, which the loop has.
+    The products of the head are the logits."""
+    head = next((block.product_bytes for block in reversed(chunk.blocks) if block.product_bytes), 0.0)
+    return (2 * chunk.micro_batches - 1) * head * chunk.local_batch_share
