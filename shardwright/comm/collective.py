@@ -342,7 +342,8 @@ def _direct_all_reduce(x: Tensor, group: Group) -> Pending[Tensor]:
         total = parts[0]
         for part in parts[1:]:
             total.add_(part)
-        return x if total is own else x.copy_(total)
+        own.copy_(total)  # on the first rank they are the same
+        return x
 
     return issue_works(group, sum_parts, lambda: _send_and_receive([own] * group.size, parts, group))
 

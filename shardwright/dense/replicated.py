@@ -143,7 +143,7 @@ class ReplicatedModel:
             if complete_only and bucket.num_missing:
                 return
             self.stages.run(bucket.phases[0])
-            for earlier in self._buckets[: self._num_issued]:
+            for earlier in self._buckets[: self._num_issued] if bucket.flat.device.type == "cpu" else ():
                 earlier.phases[-1].take_if_ended()  # a host's all-reduce has received the gradients of all ranks
             self._num_issued += 1
 

@@ -132,11 +132,12 @@ def measure_overlap(mesh: Mesh, clock: Clock, report_progress: ProgressCallback)
                 issue = prepare_collective(op, bytes_, mesh.group(axes), mesh.device)
                 collective_seconds = clock.sample((bytes_,), _blocking_call(issue), slowest=True).seconds
                 num = max(1, round(collective_seconds / matmul_call_seconds))
-                matmul_seconds = clock.sample((bytes_,), partial(_overlap, None, multiply, num, [])).seconds
-                ends: list[tuple[float, float]] = []
+                alone = partial(_overlap, None, multiply, num, [])
+                matmul_seconds = clock.sample((bytes_,), alone, slowest=True).seconds
+                ends: list[tuple[float, float, float]] = []
                 overlap = partial(_overlap, issue, multiply, num, ends)
                 together_seconds = clock.sample((bytes_,), overlap, slowest=True).seconds
-                collective_end, matmul_end = _typical_ends(clock, ends) if mesh.device.type == "cpu" else (0.0, 0.0)
+                shares = _end_shares(clock, ends) if mesh.device.type == "cpu" else (0.0, 0.0)
                 yield Beside(
                     op=op,
                     levels=axes,
@@ -144,15 +145,16 @@ def measure_overlap(mesh: Mesh, clock: Clock, report_progress: ProgressCallback)
                     collective_seconds=collective_seconds,
                     matmul_seconds=matmul_seconds,
                     together_seconds=together_seconds,
-                    collective_end_seconds=collective_end,
-                    matmul_end_seconds=matmul_end,
+                    collective_end_seconds=shares[0] * together_seconds,
+                    matmul_end_seconds=shares[1] * together_seconds,
                 )
 
 
 def _overlap(
-    issue: IssueCollective | None, compute: Callable[[], object], num: int, ends: list[tuple[float, float]]
+    issue: IssueCollective | None, compute: Callable[[], object], num: int, ends: list[tuple[float, float, float]]
 ) -> None:
-    """Issue the collective, run `compute` `num` times, wait for the collective; append the seconds until each ended."""
+    """Issue the collective, run `compute` `num` times, wait for the collective; append the seconds until each ended,
+    and of the whole. What the collective still computes when all has arrived counts for both."""
     start = time.perf_counter()
     pending = issue() if issue else None
     for _ in range(num):
@@ -160,15 +162,16 @@ def _overlap(
     computed = time.perf_counter()
     if pending:
         pending.wait()
-        ends.append(((pending.end or time.perf_counter()) - start, computed - start))
+        done = time.perf_counter()
+        arrived = pending.end or done
+        finish = max(0.0, done - max(arrived, computed))
+        ends.append((arrived + finish - start, computed + finish - start, done - start))
 
 
-def _typical_ends(clock: Clock, ends: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """When the collective and the products ended, on the rank where they end last: means over the calls,
-    without the first, which is not in the sample."""
-    means = [fmean(seconds) for seconds in zip(*(ends[1:] or ends), strict=True)]
-    collective_end, matmul_end = (max(clock.all_gather(seconds)) for seconds in means)
-    return collective_end, matmul_end
+def _end_shares(clock: Clock, ends: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """When the collective and the products ended, as shares of the whole: means over calls and ranks."""
+    collective, products, whole = (sum(seconds) for seconds in zip(*ends, strict=True))
+    return fmean(clock.all_gather(collective / whole)), fmean(clock.all_gather(products / whole))
 
 
 def _blocking_call(issue: IssueCollective) -> Callable[[], object]:

@@ -222,6 +222,18 @@ def _check_levels(cluster: Cluster) -> Iterator[str]:
                 yield from check_positive(subject, **{name: getattr(level, name)})
 
 
+def _check_overlap(overlap: Beside) -> Iterator[str]:
+    subject = f"{overlap.op} overlapped with matmul"
+    times = ("collective_seconds", "matmul_seconds", "together_seconds")
+    yield from check_positive(
+        subject, bytes_=overlap.bytes_, **{name: getattr(overlap, name) for name in times}, num=overlap.num
+    )
+    ends = {name: getattr(overlap, name) for name in ("collective_end_seconds", "matmul_end_seconds")}
+    yield from check_non_negative(subject, **ends)
+    if len(set(map(bool, ends.values()))) > 1:
+        yield f"{subject}: one of two ends is 0; give both, or none"
+
+
 def _check_collectives(cluster: Cluster) -> Iterator[str]:
     yield from check_unique(
         "collective", (f"{collective.op} over {', '.join(collective.levels)}" for collective in cluster.collectives)
@@ -234,14 +246,7 @@ def _check_collectives(cluster: Cluster) -> Iterator[str]:
             if name not in level_names:
                 yield f'{call.op} over level "{name}", which the cluster does not have'
     for overlap in cluster.beside:
-        times = (overlap.collective_seconds, overlap.matmul_seconds, overlap.together_seconds)
-        names = ("collective_seconds", "matmul_seconds", "together_seconds")
-        yield from check_positive(
-            f"{overlap.op} overlapped with matmul", bytes_=overlap.bytes_, **dict(zip(names, times, strict=True))
-        )
-        yield from check_positive(f"{overlap.op} overlapped with matmul", num=overlap.num)
-        ends = {name: getattr(overlap, name) for name in ("collective_end_seconds", "matmul_end_seconds")}
-        yield from check_non_negative(f"{overlap.op} overlapped with matmul", **ends)
+        yield from _check_overlap(overlap)
     for collective in cluster.collectives:
         subject = f'collective "{collective.op} over {", ".join(collective.levels)}"'
         yield from check_positive(subject, bytes_per_second=collective.bytes_per_second)

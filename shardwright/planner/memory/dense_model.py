@@ -16,10 +16,11 @@ NUM_MOMENTS = 2  # of the dense optimizer, besides weights and gradients
 MemoryParts = tuple[tuple[str, float], ...]
 
 
-def peak_memory(problem: Problem, scattering: float = 0.0) -> MemoryParts:
+def peak_memory(problem: Problem, scattering: float = 0.0, gradients: float | None = None) -> MemoryParts:
     """Bytes of the fastest tier by purpose, at the peak of a step. `scattering`: bytes of a block of other blocks whose
-    gradients are reduce-scattered when the backward pass begins."""
-    return max(_memory_over_backward(problem, scattering), key=total_bytes)
+    gradients are reduce-scattered when the backward pass begins. `gradients`: all that exist from the beginning; None:
+    they come into being block by block."""
+    return max(_memory_over_backward(problem, scattering, gradients), key=total_bytes)
 
 
 def total_bytes(parts: MemoryParts) -> float:
@@ -51,20 +52,24 @@ def all_gradient_bytes(problem: Problem) -> float:
     return buffer_bytes(problem) + dense + problem.own_expert_bytes(blocks)
 
 
-def _memory_over_backward(problem: Problem, scattering: float) -> Iterator[MemoryParts]:
+def _memory_over_backward(problem: Problem, scattering: float, held: float | None) -> Iterator[MemoryParts]:
     """Memory during the backward of each block, from last to first, and once after them."""
     blocks = problem.blocks
     resident = [block for block in blocks if block.name not in problem.dense.offload]
     weights = sum(block.parameter_bytes / problem.num_shards(block) for block in resident)
     weights += problem.own_expert_bytes(blocks)
     moments = NUM_MOMENTS * problem.moment_share * weights
-    gradients, saved = buffer_bytes(problem), sum(saved_activation_bytes(problem, block) for block in blocks)
+    gradients, saved = (
+        buffer_bytes(problem) if held is None else held,
+        sum(saved_activation_bytes(problem, block) for block in blocks),
+    )
     unsharded = [block.parameter_bytes for block in blocks if needs_unshard(problem, block)]
     previous = scattering  # bytes of the block whose backward ran before
     for block in reversed(blocks):
         current = [unsharded.pop()] if needs_unshard(problem, block) else []
         saved -= saved_activation_bytes(problem, block)
-        gradients += block.parameter_bytes / problem.num_shards(block) + problem.own_expert_bytes([block])
+        if held is None:
+            gradients += block.parameter_bytes / problem.num_shards(block) + problem.own_expert_bytes([block])
         ahead = unsharded[max(0, len(unsharded) - problem.dense.ahead) :]
         in_flight = sum(current) + _receive_ratio(problem) * previous
         block_bytes = _running_block_bytes(problem, block)

@@ -25,7 +25,8 @@ def _rank_memory(problem: Problem, index: int, ranks: tuple[int, ...], num_ranks
     own = [blocks_problem(problem, chunk_blocks(problem.workload, chunk), ranks) for chunk in chunks]
     saved = [sum(dense_model.saved_activation_bytes(chunk, block) for block in chunk.blocks) for chunk in own]
     messages = max(_message_bytes(problem, chunk) for chunk in chunks)
-    outputs = _output_bytes(own[-1]) if chunks[-1].is_last else 0.0
+    logits = _logit_bytes(own[-1]) if chunks[-1].is_last else 0.0
+    others = ("messages", messages), ("outputs", (2 * problem.accumulate * pipeline.micro_batches - 1) * logits)
     peaks: list[MemoryParts] = []
     in_backward = cache(partial(_chunk_memory, own))
     begun = frozenset[int]()  # chunks whose gradients have been allocated in this step
@@ -41,7 +42,11 @@ def _rank_memory(problem: Problem, index: int, ranks: tuple[int, ...], num_ranks
         begun |= {token.chunk}
         parts["activations"] += all_saved
         parts["gathered weights"] += sum(gathered.values())
-        peaks.append((*parts.items(), ("messages", messages), ("outputs", outputs)))
+        peaks.append((*parts.items(), *others))
+    if logits:  # a batch's logits are joined: all of the step before, of this step, and those being joined
+        kept = {name: bytes_ for name, bytes_ in in_backward(len(own) - 1, begun).items() if name.startswith("dense")}
+        num = (2 * problem.accumulate + 1) * pipeline.micro_batches
+        peaks.append((*kept.items(), ("outputs", num * logits)))
     return max(peaks, key=dense_model.total_bytes)
 
 
@@ -53,9 +58,8 @@ def _chunk_memory(own: Sequence[Problem], number: int, begun: Collection[int]) -
     others = [index for index in range(len(own)) if index != number]
     sharded = [blocks for index in others if (blocks := _sharded_blocks(own[index]))]
     scattering = max((blocks[0].parameter_bytes for blocks in sharded), default=0.0)
-    parts = dict(dense_model.peak_memory(own[number], scattering))
-    if number in begun:
-        parts["dense gradients"] = _gradient_bytes(own[number])
+    gradients = _gradient_bytes(own[number]) if number in begun else None
+    parts = dict(dense_model.peak_memory(own[number], scattering, gradients))
     for index in others:
         held = dict(dense_model.peak_memory(own[index]))
         for name in ("dense weights", "dense optimizer"):
@@ -82,8 +86,8 @@ def _message_bytes(problem: Problem, chunk: Chunk) -> float:
     return MESSAGES_IN_FLIGHT * sum(boundary_bytes(problem, number) for number in numbers)
 
 
-def _output_bytes(chunk: Problem) -> float:
-    """Bytes of the logits of a step before its last micro-batch, and of those of the step before, which the loop has.
-    The products of the head are the logits."""
+def _logit_bytes(chunk: Problem) -> float:
+    """Bytes of the logits of a micro-batch: the products of the head. They are kept until the batch is given out, and
+    the loop has those of the step before."""
     head = next((block.product_bytes for block in reversed(chunk.blocks) if block.product_bytes), 0.0)
-    return (2 * chunk.micro_batches - 1) * head * chunk.local_batch_share
+    return head * chunk.local_batch_share

@@ -270,12 +270,16 @@ def _overlap_phases(all_groups: AxisGroups, phases: Sequence[CollectivePhase], b
     slowed = sum(
         primitives.compute_slowdown(*of) * phase[-1].seconds for of, phase in zip(measured, phases, strict=True)
     )
+    beside = max(
+        phase[-1].seconds / (1 - primitives.collective_slowdown(*of))
+        for of, phase in zip(measured, phases, strict=True)
+    )
     return replace(
         task,
         levels=all_groups.level_names,
         links=collective_links(all_groups, all_groups.within),
         compute_slowdown=slowed / longest.seconds if longest.seconds else 0.0,
-        slowdown=max(primitives.collective_slowdown(*of) for of in measured),
+        slowdown=1 - longest.seconds / beside if beside else 0.0,
     )
 
 

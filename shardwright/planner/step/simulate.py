@@ -223,7 +223,7 @@ class _Simulator:
         """Whether a rank of a collective computes."""
         if any(task.ranks is None or rank in task.ranks for rank in self.shared):
             return True
-        return any(group.ends and _share_of(group.ranks, task) for group in self.processors)
+        return any(task.ranks is None or end[3] in task.ranks for group in self.processors for end in group.ends)
 
     def _step_to_next_end(self) -> None:
         rates = self._set_rates()

@@ -131,8 +131,15 @@ def make_dense_optimizer(settings: Settings) -> DenseOptimizer:
     make = getattr(torch.optim, kind)
     _check_arguments("dense", settings.dense.arguments, make, reserved=("params",))
     chosen = {"fused", "foreach", "capturable", "differentiable"} & settings.dense.arguments.keys()
-    fused = {"fused": True} if kind in FUSED_KINDS and not chosen else {}
-    return partial(_call_built_in, "dense", make, fused | settings.dense.arguments)
+    may_fuse = kind in FUSED_KINDS and not chosen
+
+    def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        # the kernel takes no complex numbers, and walks a parameter and its gradient in the order of memory
+        is_plain = all(parameter.is_floating_point() and parameter.is_contiguous() for parameter in parameters)
+        fused = {"fused": True} if may_fuse and is_plain else {}
+        return _call_built_in("dense", make, fused | settings.dense.arguments, parameters)
+
+    return make_optimizer
 
 
 # Optimizers whose fused kernel, on CPUs 2.6 times as fast as torch's default for Adam (benchmarks/dense_optimizer.py),
