@@ -136,8 +136,8 @@ def make_dense_optimizer(settings: Settings) -> DenseOptimizer:
     def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         # the kernel takes no complex numbers, and walks a parameter and its gradient in the order of memory
         is_plain = all(parameter.is_floating_point() and parameter.is_contiguous() for parameter in parameters)
-        fused = {"fused": True} if may_fuse and is_plain else {}
-        return _call_built_in("dense", make, fused | settings.dense.arguments, parameters)
+        own = partial(make, fused=True) if may_fuse and is_plain else make
+        return _call_built_in("dense", own, settings.dense.arguments, parameters)
 
     return make_optimizer
 
