@@ -39,7 +39,8 @@ class AdamBf16(torch.optim.Optimizer):
         self, optimizer: torch.optim.Adam, dtype: torch.dtype, element_offsets: ElementOffsets = sequential_offsets
     ) -> None:
         _check_optimizer(optimizer, dtype)
-        super().__init__([{**group} for group in optimizer.param_groups], optimizer.defaults)
+        # torch loads a fused optimizer's steps onto the GPU, where reading them would synchronize
+        super().__init__([{**group, "fused": None} for group in optimizer.param_groups], optimizer.defaults)
         self.kind = type(optimizer).__name__  # kind of the saved state, which torch's optimizer can load
         self._dtype, self._offsets = dtype, element_offsets
         self.rounding_key = derive_seed("moments of the dense optimizer")

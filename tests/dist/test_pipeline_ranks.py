@@ -1,5 +1,6 @@
 """Pipeline parallelism of GPT, alone and with data parallelism, compared with one process."""
 
+import weakref
 from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
@@ -97,6 +98,29 @@ def check(ranks, plan: Plan, bounds, *, weighted=False, form=LLAMA, accumulate=1
         assert found.keys() == weights.keys()
         for name, value in found.items():
             torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def most_received_on_rank(plan: Plan) -> int:
+    """The most received activations that are alive when a micro-batch enters the last chunk."""
+    received, alive = list[weakref.ref[Tensor]](), [0]
+    with ExitStack() as stack:
+        job = make_job(stack, plan, LLAMA)
+
+        def count(_: torch.nn.Module, arguments: tuple[Tensor]) -> None:
+            alive.append(sum(reference() is not None for reference in received))
+            received.append(weakref.ref(arguments[0]))
+
+        if job.mesh.rank == 1:
+            job.model.blocks[2].register_forward_pre_hook(count)
+        for _ in job.run(tokens(step, 0, SIZE) for step in range(2)):
+            pass
+    return max(alive)
+
+
+def test_what_the_last_rank_has_received_is_freed_after_each_backward_pass(ranks):
+    """The graph of a loss would hold it until the end of the step."""
+    plan = pipeline_plan(Pipeline((2, 2), 6), 2, 1, DATA, LLAMA)
+    assert ranks.run(2, most_received_on_rank, plan)[1] <= 2
 
 
 @pytest.mark.parametrize("overlap", [True, False])

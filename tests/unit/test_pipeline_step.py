@@ -168,6 +168,28 @@ def test_earlier_ranks_hold_the_activations_of_more_micro_batches():
     assert interleaved[0]["activations"] > interleaved[3]["activations"]
 
 
+@pytest.mark.parametrize(("micro_batches", "share"), [(4, 0.5), (8, 1.0)])
+def test_gradients_exist_from_the_first_backward_pass_of_a_step(micro_batches, share):
+    """With 4 micro-batches the first rank's peak is in its first backward pass, when one of its two blocks has a
+    gradient; with 8, as many are in flight in the second, when both have."""
+    problem = pipeline_problem(even(4, 1, micro_batches, 2), 4, activations=8 * 10**6, parameters=1000)
+    first = dict(memory_by_stage(problem)[0])
+    embed, block = (part.parameter_bytes for part in problem.blocks[:2])
+    whole = embed + 2 * block
+    assert first["dense weights"] == whole
+    assert first["dense gradients"] == (whole if share == 1 else block)
+
+
+@pytest.mark.parametrize("accumulate", (1, 3))
+def test_the_last_rank_holds_the_logits_of_a_step_and_of_the_one_before(accumulate):
+    problem = replace(pipeline_problem(even(2, 1, 4), 2), accumulate=accumulate)
+    head = replace(problem.blocks[-1], product_bytes=64 * 10**9)  # 16 GB a micro-batch
+    workload = replace(problem.workload, blocks=(*problem.workload.blocks[:-1], head))
+    first, last = (dict(parts) for parts in memory_by_stage(replace(problem, workload=workload)))
+    assert first["outputs"] == 0
+    assert last["outputs"] == (2 * accumulate + 1) * 64 * 10**9  # when those of the last batch are joined
+
+
 def plan_of(problem: Problem) -> Plan:
     return replace(skeleton_plan(problem), workload_digest=problem.workload.digest(), dense=problem.dense)
 
