@@ -1,7 +1,7 @@
 """How well the planner predicts steps and memory of GPT under drawn parallelism: pipelines, DDP, FSDP, HSDP,
 recomputation.
 
-    python -m benchmarks.drawn_layers [--on SETTING ...] [--draws N] [--seed N] [--steps N] [--write NAME]
+    python -m benchmarks.drawn_layers [--on SETTING ...] [--draws N] [--seed N] [--steps N] [--rounds N] [--write NAME]
 
 As root. For each setting a lab is created and measured by `shardwright measure`. Then configurations are drawn: ranks
 of a pipeline, micro-batches, strategy of the dense model, activation checkpointing; all train the same GPT of 8
@@ -9,13 +9,17 @@ blocks with 64 sequences of 32 tokens a step by `shardwright train gpt plan.clus
 plan.dense=...`, which predicts its own step before it starts. Settings: "4 x 1, 500 Mbit", 4 hosts with a rank of
 0.45 of a core each and uplinks of that rate; "2 x 2, 250 Mbit", 2 hosts with 2 such ranks.
 
-A JSON line per configuration: the mean step from metrics.jsonl and the predicted one in ms, their ratio - 1 (`off`),
-and the steps of both halves of the run, which bound what any prediction can reach. Then the job is built once more from
-the run's plan, and ranks count what they allocate from there to the end of MEMORY_STEPS steps
-(benchmarks/live_memory.py): the peak of the fullest rank, the one that the planner predicts, and `memory_off`, the
-difference of the two that is largest over ranks, as a share. A line per setting: mean and largest size of `off` and of
-`memory_off`, and `place`: that of the configuration that was measured fastest, in the order of predicted steps. Hosts,
-links and CPU quotas are emulated.
+All configurations run, then all run again, so that two runs of one are some minutes apart. A JSON line per run: the
+mean step from metrics.jsonl and the predicted one in ms, their ratio - 1 (`off`), and the steps of both halves of the
+run. After the first run the job is built once more from the run's plan, and ranks count what they allocate from there
+to the end of MEMORY_STEPS steps (benchmarks/live_memory.py): the peak of the fullest rank, the one that the planner
+predicts, and `memory_off`, the difference of the two that is largest over ranks, as a share.
+
+A line per configuration: means over its runs of measured and predicted steps, and their ratio - 1. A line per setting:
+mean and largest size of `off`, of `memory_off`, and of `off` of single runs (`mean_run_off`); how far the last run's
+measured and predicted steps are from the first run's (`mean_repeat_off`, `mean_repeat_predicted_off`), the A/A floor;
+and `place`: that of the configuration that was measured fastest, in the order of predicted steps. Hosts, links and CPU
+quotas are emulated.
 """
 
 import argparse
@@ -158,31 +162,47 @@ def run_setting(setting: str, args: argparse.Namespace) -> Iterator[dict[str, An
     shape = SETTINGS[setting]
     drawn = random.Random(args.seed).sample(configurations(shape), args.draws)
     common = {"benchmark": "drawn_layers", "emulated": "hosts, links, CPU quotas", "setting": setting}
-    lines: list[dict[str, Any]] = []
+    runs: dict[Configuration, list[dict[str, Any]]] = {configuration: [] for configuration in drawn}
     with TemporaryDirectory() as folder, Lab(shape, "drawn") as lab:
-        cluster, runs, preload = Path(folder) / "cluster.toml", Path(folder) / "runs", compile_counter(folder)
+        cluster, paths, preload = Path(folder) / "cluster.toml", Path(folder) / "runs", compile_counter(folder)
         measure(lab, cluster)
-        runs.mkdir()
-        for configuration in drawn:
+        paths.mkdir()
+        for number, configuration in product(range(args.rounds), drawn):
             keys = [*MODEL, f"plan.cluster={cluster}", *configuration.keys, f"train.steps={args.steps}"]
-            path = run_training(lab, runs, "gpt", keys)
+            path = run_training(lab, paths, "gpt", keys)
             if isinstance(path, str):
                 raise SystemExit(f"{setting}, {configuration}: {path}")
-            memory = compare_memory(lab, path, preload, keys, cluster)
-            lines.append(common | configuration._asdict() | compare_run(path) | memory)
-            yield lines[-1]
-    yield common | summary(lines)
+            memory = compare_memory(lab, path, preload, keys, cluster) if number == 0 else {}
+            runs[configuration].append(compare_run(path) | memory)
+            yield common | configuration._asdict() | {"run": number} | runs[configuration][-1]
+    lines = [configuration._asdict() | means(runs[configuration]) for configuration in drawn]
+    yield from (common | line for line in lines)
+    yield common | summary(lines, [*runs.values()])
 
 
-def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Errors of the predictions, and the place of the fastest in the predicted order."""
+def means(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of the runs of a configuration."""
+    predicted, measured = (mean(run[name] for run in runs) for name in ("predicted_ms", "measured_ms"))
+    times = {"predicted_ms": round(predicted, 1), "measured_ms": round(measured, 1)}
+    memory = {name: runs[0][name] for name in ("predicted_mb", "measured_mb", "memory_off")}
+    return {"runs": len(runs), **times, "off": round(predicted / measured - 1, 4), **memory}
+
+
+def summary(lines: Sequence[dict[str, Any]], runs: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    """Errors of the predictions, the A/A floor, and the place of the fastest in the predicted order."""
     sizes, memory_sizes = ([abs(line[name]) for line in lines] for name in ("off", "memory_off"))
     fastest = min(lines, key=lambda line: line["measured_ms"])
     order = sorted(lines, key=lambda line: line["predicted_ms"])
+    repeated = {
+        name: mean(abs(line[-1][key] / line[0][key] - 1) for line in runs)
+        for name, key in (("mean_repeat_off", "measured_ms"), ("mean_repeat_predicted_off", "predicted_ms"))
+    }
     return {
         "configurations": len(lines),
         "mean_off": round(mean(sizes), 4),
         "max_off": round(max(sizes), 4),
+        "mean_run_off": round(mean(abs(run["off"]) for line in runs for run in line), 4),
+        **{name: round(value, 4) for name, value in repeated.items()},
         "mean_memory_off": round(mean(memory_sizes), 4),
         "max_memory_off": round(max(memory_sizes), 4),
         "place": 1 + order.index(fastest),
@@ -194,12 +214,13 @@ def main() -> int:
     parser.add_argument("--on", nargs="*", default=list(SETTINGS), choices=SETTINGS, metavar="SETTING")
     parser.add_argument("--draws", type=int, default=10, help="configurations of a setting")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=12 * LOG_EVERY)
+    parser.add_argument("--steps", type=int, default=8 * LOG_EVERY)
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each configuration")
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     args = parser.parse_args()
     if args.smoke:
-        args.on, args.draws, args.steps = args.on[:1], 1, 3 * LOG_EVERY
+        args.on, args.draws, args.steps, args.rounds = args.on[:1], 1, 3 * LOG_EVERY, 1
     lines: list[dict[str, Any]] = []
     for setting in args.on:
         for line in run_setting(setting, args):

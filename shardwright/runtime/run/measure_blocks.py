@@ -8,8 +8,7 @@ import copy
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import cycle, pairwise
-from statistics import median
+from itertools import cycle
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +22,8 @@ from shardwright.runtime.materialize import materialize
 from shardwright.spec.plan import RecomputePolicy
 from shardwright.spec.workload import Dtype
 
-MIN_CALLS, MAX_CALLS, SECONDS = 3, 50, 1.0  # of each kind of block
+MIN_CALLS, MAX_CALLS = 3, 50  # of the copies of a part
+SECONDS, MAX_SECONDS = 1.0, 8.0  # of each part, since some machines' speed drifts; in all, of parts that are equal
 MAX_COPIES_BYTES = 1 << 26  # of the weights of all copies: more than the caches of a core hold
 Seconds = tuple[float, float]  # forward, backward
 NO_RECOMPUTATION = MappingProxyType[str, RecomputePolicy]({})
@@ -64,8 +64,8 @@ def block_seconds(
                 loss = model.loss if part is model.head else None
                 num_copies = max(1, min(keys.count(key), num_blocks, MAX_COPIES_BYTES // (1 + _parameter_bytes(part))))
                 copies = [copy.deepcopy(part) for _ in range(num_copies)]
-                policy = recompute.get(name)
-                measured[key], inputs = _time_copies(copies, policy, loss, batches, inputs, dtype, num_in_flight)
+                modules, limit = _to_timed(copies, recompute.get(name)), min(MAX_SECONDS, SECONDS * keys.count(key))
+                measured[key], inputs = _time_copies(modules, loss, batches, inputs, dtype, num_in_flight, limit)
             seconds.append(measured[key])
     forward, backward = zip(*seconds, strict=True)
     return sum(forward), sum(backward)
@@ -81,23 +81,26 @@ def _parameter_bytes(part: nn.Module) -> int:
     return sum(parameter.numel() * parameter.itemsize for parameter in part.parameters())
 
 
+def _to_timed(copies: Sequence[nn.Module], policy: RecomputePolicy | None) -> Sequence[nn.Module]:
+    for module in copies:
+        materialize(module, torch.device("cpu"))
+    return copies if policy is None else [CheckpointedBlock(module, policy) for module in copies]
+
+
 def _time_copies(
     copies: Sequence[nn.Module],
-    policy: RecomputePolicy | None,
     loss: nn.Module | None,
     batches: Sequence[Batch],
     inputs: Sequence[Any],
     dtype: Dtype,
     num_in_flight: int,
+    limit: float,
 ) -> tuple[Seconds, list[Any]]:
-    """The median seconds of both passes of a copy, and the last copy's output for each batch.
+    """The mean seconds of both passes of a copy, and the last copy's output for each batch.
 
     Each call has the next batch, and adds its gradients to those of the call before, as micro-batches do. Calls before
     the first backward pass, and the first with one, allocate memory and do not count.
     """
-    for module in copies:
-        materialize(module, torch.device("cpu"))
-    run = copies if policy is None else [CheckpointedBlock(module, policy) for module in copies]
     outputs: list[Any] = [None] * len(batches)
     in_flight: deque[Any] = deque()
     calls: list[Seconds] = []
@@ -106,7 +109,7 @@ def _time_copies(
         x = tree_map_only(Tensor, _as_leaf, inputs[number])
         start = time.process_time()
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-            for module in run:
+            for module in copies:
                 x = module(x)
         if loss is not None:
             x = loss(tree_map_only(Tensor, Tensor.float, x), batches[number])
@@ -120,10 +123,10 @@ def _time_copies(
             torch.autograd.backward(results, [torch.ones_like(tensor) for tensor in results])
         calls.append((middle - start, time.process_time() - middle))
         ends.append(time.perf_counter())
-        if len(calls) > MAX_CALLS or len(calls) > MIN_CALLS and ends[-1] > ends[0] + SECONDS:
+        if len(calls) > MAX_CALLS or len(calls) > MIN_CALLS and ends[-1] > ends[0] + limit:
             break
     forward, backward = (sum(seconds) for seconds in zip(*calls[1:], strict=True))
-    rate = median(end - start for start, end in pairwise(ends)) / len(copies) / (forward + backward)
+    rate = (ends[-1] - ends[0]) / len(copies) / (forward + backward)
     return (forward * rate, backward * rate), outputs
 
 
