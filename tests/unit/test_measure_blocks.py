@@ -60,7 +60,7 @@ def make_model(seconds: tuple[float, ...]) -> tuple[GPT, list[str]]:
 
 
 def test_equal_blocks_are_timed_once(monkeypatch):
-    monkeypatch.setattr(measure_blocks, "SECONDS", 0.05)
+    monkeypatch.setattr(measure_blocks, "SECONDS", 0.2)
     batches = [make_batch(0), make_batch(1)]
     quick, calls = make_model((0.0, 0.0, 0.0, 0.0))
     state = torch.get_rng_state()
@@ -70,7 +70,8 @@ def test_equal_blocks_are_timed_once(monkeypatch):
     slow, calls = make_model((0.02, 0.02, 0.0, 0.03))
     slow_forward, slow_backward = measure_blocks.block_seconds(slow, batches, 1, "float32")
     assert calls.count("copy") == 3, "a copy of each kind"
-    assert slow_forward - forward > 0.06 and slow_forward > slow_backward
+    assert 0.06 < slow_forward - forward < 0.3, "of one pass, however many are timed"
+    assert slow_forward > slow_backward
     assert forward > 0 and backward > 0
 
 

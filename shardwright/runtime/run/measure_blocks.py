@@ -126,7 +126,7 @@ def _time_copies(
         if len(calls) > MAX_CALLS or len(calls) > MIN_CALLS and ends[-1] > ends[0] + limit:
             break
     forward, backward = (sum(seconds) for seconds in zip(*calls[1:], strict=True))
-    rate = (ends[-1] - ends[0]) / len(copies) / (forward + backward)
+    rate = (ends[-1] - ends[0]) / (len(ends) - 1) / len(copies) / (forward + backward)
     return (forward * rate, backward * rate), outputs
 
 
