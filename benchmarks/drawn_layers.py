@@ -19,7 +19,7 @@ A line per configuration: means over its runs of measured and predicted steps, a
 mean and largest size of `off`, of `memory_off`, and of `off` of single runs (`mean_run_off`); how far the last run's
 measured and predicted steps are from the first run's (`mean_repeat_off`, `mean_repeat_predicted_off`), the A/A floor;
 and `place`: that of the configuration that was measured fastest, in the order of predicted steps. Hosts, links and CPU
-quotas are emulated.
+quotas are emulated. With --rounds 0 only memory is compared.
 """
 
 import argparse
@@ -167,14 +167,18 @@ def run_setting(setting: str, args: argparse.Namespace) -> Iterator[dict[str, An
         cluster, paths, preload = Path(folder) / "cluster.toml", Path(folder) / "runs", compile_counter(folder)
         measure(lab, cluster)
         paths.mkdir()
-        for number, configuration in product(range(args.rounds), drawn):
-            keys = [*MODEL, f"plan.cluster={cluster}", *configuration.keys, f"train.steps={args.steps}"]
+        for number, configuration in product(range(args.rounds or 1), drawn):
+            steps = args.steps if args.rounds else MEMORY_STEPS
+            keys = [*MODEL, f"plan.cluster={cluster}", *configuration.keys, f"train.steps={steps}"]
             path = run_training(lab, paths, "gpt", keys)
             if isinstance(path, str):
                 raise SystemExit(f"{setting}, {configuration}: {path}")
             memory = compare_memory(lab, path, preload, keys, cluster) if number == 0 else {}
-            runs[configuration].append(compare_run(path) | memory)
+            runs[configuration].append((compare_run(path) if args.rounds else {}) | memory)
             yield common | configuration._asdict() | {"run": number} | runs[configuration][-1]
+    if not args.rounds:
+        yield common | memory_summary([line for own in runs.values() for line in own])
+        return
     lines = [configuration._asdict() | means(runs[configuration]) for configuration in drawn]
     yield from (common | line for line in lines)
     yield common | summary(lines, [*runs.values()])
@@ -190,7 +194,7 @@ def means(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def summary(lines: Sequence[dict[str, Any]], runs: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
     """Errors of the predictions, the A/A floor, and the place of the fastest in the predicted order."""
-    sizes, memory_sizes = ([abs(line[name]) for line in lines] for name in ("off", "memory_off"))
+    sizes = [abs(line["off"]) for line in lines]
     fastest = min(lines, key=lambda line: line["measured_ms"])
     order = sorted(lines, key=lambda line: line["predicted_ms"])
     repeated = {
@@ -203,10 +207,14 @@ def summary(lines: Sequence[dict[str, Any]], runs: Sequence[Sequence[dict[str, A
         "max_off": round(max(sizes), 4),
         "mean_run_off": round(mean(abs(run["off"]) for line in runs for run in line), 4),
         **{name: round(value, 4) for name, value in repeated.items()},
-        "mean_memory_off": round(mean(memory_sizes), 4),
-        "max_memory_off": round(max(memory_sizes), 4),
+        **memory_summary(lines),
         "place": 1 + order.index(fastest),
     }
+
+
+def memory_summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    sizes = [abs(line["memory_off"]) for line in lines]
+    return {"mean_memory_off": round(mean(sizes), 4), "max_memory_off": round(max(sizes), 4)}
 
 
 def main() -> int:
@@ -215,7 +223,7 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=10, help="configurations of a setting")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=8 * LOG_EVERY)
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each configuration")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each configuration; 0: memory only")
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     args = parser.parse_args()

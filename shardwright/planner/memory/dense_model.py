@@ -18,8 +18,8 @@ MemoryParts = tuple[tuple[str, float], ...]
 
 def peak_memory(problem: Problem, scattering: float = 0.0, gradients: float | None = None) -> MemoryParts:
     """Bytes of the fastest tier by purpose, at the peak of a step. `scattering`: bytes of a block of other blocks whose
-    gradients are reduce-scattered when the backward pass begins. `gradients`: all that exist from the beginning; None:
-    they come into being block by block."""
+    gradients are reduce-scattered when the backward pass begins. `gradients`: those of earlier micro-batches, to which
+    this pass adds its own; None: it is the first."""
     return max(_memory_over_backward(problem, scattering, gradients), key=total_bytes)
 
 
@@ -68,8 +68,10 @@ def _memory_over_backward(problem: Problem, scattering: float, held: float | Non
     for block in reversed(blocks):
         current = [unsharded.pop()] if needs_unshard(problem, block) else []
         saved -= saved_activation_bytes(problem, block)
+        if held is None or needs_unshard(problem, block):  # what is scattered is added to earlier gradients at the end
+            gradients += block.parameter_bytes / problem.num_shards(block)
         if held is None:
-            gradients += block.parameter_bytes / problem.num_shards(block) + problem.own_expert_bytes([block])
+            gradients += problem.own_expert_bytes([block])
         ahead = unsharded[max(0, len(unsharded) - problem.dense.ahead) :]
         in_flight = sum(current) + _receive_ratio(problem) * previous
         block_bytes = _running_block_bytes(problem, block)

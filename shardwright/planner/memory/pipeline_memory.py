@@ -58,7 +58,7 @@ def _chunk_memory(own: Sequence[Problem], number: int, begun: Collection[int]) -
     others = [index for index in range(len(own)) if index != number]
     sharded = [blocks for index in others if (blocks := _sharded_blocks(own[index]))]
     scattering = max((blocks[0].parameter_bytes for blocks in sharded), default=0.0)
-    gradients = _gradient_bytes(own[number]) if number in begun else None
+    gradients = dense_model.all_gradient_bytes(own[number]) if number in begun else None
     parts = dict(dense_model.peak_memory(own[number], scattering, gradients))
     for index in others:
         held = dict(dense_model.peak_memory(own[index]))
@@ -70,7 +70,8 @@ def _chunk_memory(own: Sequence[Problem], number: int, begun: Collection[int]) -
 
 
 def _gradient_bytes(chunk: Problem) -> float:
-    """Gradients of a chunk: the sums of this micro-batch, apart from those of earlier ones, and buffers."""
+    """Gradients of a chunk between its backward passes: the sums of the last micro-batch, apart from those of earlier
+    ones, and buffers."""
     sums = sum(block.parameter_bytes / chunk.num_shards(block) for block in _sharded_blocks(chunk))
     return dense_model.all_gradient_bytes(chunk) + sums
 
