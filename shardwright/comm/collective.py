@@ -23,14 +23,12 @@ from shardwright.comm.hierarchical import hierarchical_all_reduce
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import RETAINED_WORK_BYTES, Pending
 from shardwright.errors import UserError
+from shardwright.spec.wire import DIRECT_REDUCE_BYTES
 
 T = TypeVar("T")
 PLAIN = Plain()
 SUMMABLE_DTYPES = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
-DIRECT_REDUCE_BYTES = (
-    1 << 22
-)  # up to this many received bytes a rank sums all tensors itself; above, a ring all-reduce moves fewer bytes
-CROSS_HOST_REDUCE_BYTES = 1 << 17  # the same limit over several hosts; above, only the sums of each host cross
+CROSS_HOST_REDUCE_BYTES = 1 << 17  # DIRECT_REDUCE_BYTES over several hosts; above, only the sums of each host cross
 
 
 class CollectiveMismatch(UserError):

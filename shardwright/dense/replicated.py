@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwright.comm import collective
 from shardwright.comm.mesh import Group
 from shardwright.dense.weak_hook import weak_hook
-from shardwright.spec.wire import GRADIENT_BUCKET_BYTES
+from shardwright.spec.wire import GRADIENT_BUCKET_BYTES, MAX_RECEIVED_BUCKETS
 from shardwright.step.inner import InnerStage, InnerStages
 from shardwright.step.slots import issues
 
@@ -142,10 +142,22 @@ class ReplicatedModel:
         for bucket in self._buckets[self._num_issued :]:
             if complete_only and bucket.num_missing:
                 return
+            if bucket.flat.device.type == "cpu":
+                self._free_received()
             self.stages.run(bucket.phases[0])
-            for earlier in self._buckets[: self._num_issued] if bucket.flat.device.type == "cpu" else ():
-                earlier.phases[-1].take_if_ended()  # a host's all-reduce has received the gradients of all ranks
             self._num_issued += 1
+
+    def _free_received(self) -> None:
+        """Free what all-reduces have received from all ranks; wait if too many of this host's have not: by then this
+        rank is far ahead of another."""
+        in_flight = list[InnerStage]()
+        for bucket in self._buckets[: self._num_issued]:
+            phase = bucket.phases[-1]
+            phase.take_if_ended()
+            if phase.in_flight and bucket.group.shares_memory:
+                in_flight.append(phase)
+        if len(in_flight) >= MAX_RECEIVED_BUCKETS:
+            in_flight[0].wait_for_value()
 
     def _release(self) -> None:
         self._num_issued = 0

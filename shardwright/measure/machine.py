@@ -15,7 +15,7 @@ from shardwright.kernels.matmul import library_in_use, preferred_library, use_li
 from shardwright.kernels.native import retain_freed_memory
 from shardwright.measure import device, disk, layer_probes, network
 from shardwright.measure.timing import Clock
-from shardwright.spec.cluster import Beside, Cluster, Device, Price, Sample
+from shardwright.spec.cluster import HOST_LEVEL, Beside, Cluster, Device, Price, Sample
 
 WINDOW_SECONDS = 0.12
 
@@ -43,7 +43,7 @@ def measure_cluster(
 def measurement_mesh() -> Iterator[Mesh]:
     """A (host, local) mesh as launched; a flat mesh where hosts have different numbers of ranks."""
     own_device = select_device()
-    flat = Mesh([("host", world_size())] if world_size() > 1 else (), device=own_device)
+    flat = Mesh([(HOST_LEVEL, world_size())] if world_size() > 1 else (), device=own_device)
     try:
         topology = torch.tensor([host_topology()], dtype=torch.int64, device=own_device)
         topologies = collective.all_gather(topology, [1] * flat.size, flat.group()).wait()
@@ -52,7 +52,9 @@ def measurement_mesh() -> Iterator[Mesh]:
         if not is_uniform or num_local == 1:
             yield flat
             return
-        mesh = Mesh([(axis, n) for axis, n in (("host", num_hosts), ("local", num_local)) if n > 1], device=own_device)
+        mesh = Mesh(
+            [(axis, n) for axis, n in ((HOST_LEVEL, num_hosts), ("local", num_local)) if n > 1], device=own_device
+        )
         yield mesh
         mesh.close()
     finally:

@@ -96,6 +96,9 @@ class Level:
     group_bytes_per_second: float | None = None  # shared by all ranks of a group; None: not shared
 
 
+HOST_LEVEL = "host"  # `measure`'s name of the level between hosts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """A collective, measured over the ranks that differ along `levels`, in all such groups at once.
@@ -154,6 +157,11 @@ class Cluster:
     def ranks_per_host(self) -> int:
         """The number of ranks that the innermost level joins."""
         return self.group_size(1)
+
+    @property
+    def level_in_host(self) -> str:
+        """The name of the level inside hosts; empty: no ranks share a host."""
+        return self.levels[0].name if self.levels and self.levels[0].name != HOST_LEVEL else ""
 
     @property
     def is_hierarchical(self) -> bool:

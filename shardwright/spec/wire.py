@@ -11,6 +11,8 @@ ID_BYTES = 4  # of an id in a request
 LENGTH_BYTES = 4  # of the length of a bag in a request
 ROW_ID_BYTES = 8  # of a row id that replicas exchange
 GRADIENT_BUCKET_BYTES = 1 << 20  # size of the buckets in which dense gradients are all-reduced
+DIRECT_REDUCE_BYTES = 1 << 22  # up to this many received bytes, ranks of one host receive tensors whole and sum them
+MAX_RECEIVED_BUCKETS = 4  # of gradients, at once, during the backward pass of a rank that is ahead of its host's others
 EXPERT_PART_BYTES = 1 << 19  # of the parts in which gradients of a copied expert are handed on from rank to rank
 MAX_UNNAMED_BUCKETS = 2  # with more, each is a stage of the plan, named after the block whose backward pass fills it
 

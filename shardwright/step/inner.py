@@ -28,6 +28,10 @@ class InnerStage:
         """Whether its value exists or is in flight."""
         return self.output in self.values
 
+    @property
+    def in_flight(self) -> bool:
+        return isinstance(self.values.get(self.output), InFlight)
+
     def wait_for_value(self) -> Any:
         """The value that it has written; None if there is none."""
         value = self.values.get(self.output)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.run.metrics import WindowMetrics
 from shardwright.spec.lanes import LANES
 from shardwright.spec.optimizer import RowWiseAdaGrad
+from shardwright.spec.wire import MAX_RECEIVED_BUCKETS
 
 RUN = (
     "train.batch_size=256",
@@ -280,6 +282,38 @@ def test_only_parameters_that_no_rank_uses_have_no_gradient(ranks, rounded):
     for a, b in zip(first[:5], second[:5], strict=True):
         assert a is not None and torch.equal(a, b)
     assert float(first[4].sum()) != 0  # of the layer that only the first rank used
+
+
+def bytes_of_a_rank_that_is_ahead(world: int, num: int) -> tuple[list, list]:
+    """Gradients, and after each layer's backward pass the number of buckets that are being received."""
+    mesh = Mesh((("rank", world),), lanes=("dense",))
+    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(num)])  # a bucket each
+    replicated = ReplicatedModel([*model.parameters()], mesh.group(lane="dense"))
+    numbers: list[int] = []
+
+    def count_received(*_: object) -> None:
+        numbers.append(sum(bucket.phases[-1].in_flight for bucket in replicated._buckets))
+
+    for layer in model:
+        layer.weight.register_post_accumulate_grad_hook(count_received)
+    replicated.begin_backward(overlap=True)
+    loss = model(torch.ones(1, 512)).sum()
+    if mesh.rank:
+        time.sleep(0.5)
+    loss.backward()
+    replicated.end_backward()
+    replicated.finish_reductions()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    mesh.close()
+    return gradients, numbers
+
+
+def test_a_rank_that_is_ahead_receives_few_buckets_at_once(ranks):
+    """Without the limit it would receive all of them while the other rank sleeps."""
+    num = 3 * MAX_RECEIVED_BUCKETS
+    (gradients, numbers), (others, _) = ranks.run(2, bytes_of_a_rank_that_is_ahead, 2, num)
+    assert max(numbers) == MAX_RECEIVED_BUCKETS and len(numbers) == num
+    assert all(map(torch.equal, gradients, others))
 
 
 def test_buckets_are_in_backward_order_with_one_dtype_each():

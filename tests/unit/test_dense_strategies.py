@@ -16,7 +16,9 @@ from shardwright.planner.price import primitives
 from shardwright.planner.problem import PlacedTables, Precision, Problem
 from shardwright.planner.step import block_stages, block_tasks, prediction, simulate, tasks
 from shardwright.planner.step.rank_calls import expand_calls
+from shardwright.spec.cluster import HOST_LEVEL
 from shardwright.spec.optimizer import RowWiseAdaGrad
+from shardwright.spec.wire import GRADIENT_BUCKET_BYTES, MAX_RECEIVED_BUCKETS
 from shardwright.spec.workload import Block, Feature, FeatureStatistics, Table, Workload
 
 LOCAL_BATCH = 16  # local batch size
@@ -87,6 +89,22 @@ def test_peak_memory_equals_values_by_hand(name):
 def test_a_single_rank_has_no_gradient_buckets():
     problem = make_problem(three_blocks(1), make_cluster(1), "DDP")
     assert tuple(bytes_ for _, bytes_ in dense_model.peak_memory(problem)) == (2400, 4800, 800 + 1200, 0, 0, 1000, 2600)
+
+
+def test_gradients_received_from_a_host_are_in_flight():
+    """Of 3 other ranks, when a runs those of b and c; none are between hosts, and no more than four buckets are."""
+
+    def in_flight(workload: Workload, cluster) -> float:
+        problem = make_problem(workload, cluster, "DDP")
+        assert dict(dense_model.peak_memory(problem, is_last=False))["gradients in flight"] == 0
+        return dict(dense_model.peak_memory(problem))["gradients in flight"]
+
+    assert in_flight(three_blocks(), make_cluster(4)) == 3 * (800 + 1200)
+    between = make_cluster(4)
+    between = replace(between, levels=(replace(between.levels[0], name=HOST_LEVEL),))
+    assert in_flight(three_blocks(), between) == in_flight(three_blocks(), make_cluster(2, 2)) == 0
+    large = make_workload(*(make_block(name, 10**7, 0, 0, 0, 0, ranks=4) for name in "abc"))
+    assert in_flight(large, make_cluster(4)) == 3 * MAX_RECEIVED_BUCKETS * GRADIENT_BUCKET_BYTES
 
 
 def test_rounded_gradients_reserve_memory_for_the_residual():

@@ -10,17 +10,20 @@ are held instead.
 from collections.abc import Iterator
 
 from shardwright.planner.problem import REST_BLOCK, Problem
+from shardwright.spec.wire import DIRECT_REDUCE_BYTES, GRADIENT_BUCKET_BYTES, MAX_RECEIVED_BUCKETS
 from shardwright.spec.workload import Block
 
 NUM_MOMENTS = 2  # of the dense optimizer, besides weights and gradients
 MemoryParts = tuple[tuple[str, float], ...]
 
 
-def peak_memory(problem: Problem, scattering: float = 0.0, gradients: float | None = None) -> MemoryParts:
+def peak_memory(
+    problem: Problem, scattering: float = 0.0, gradients: float | None = None, is_last: bool = True
+) -> MemoryParts:
     """Bytes of the fastest tier by purpose, at the peak of a step. `scattering`: bytes of a block of other blocks whose
     gradients are reduce-scattered when the backward pass begins. `gradients`: those of earlier micro-batches, to which
-    this pass adds its own; None: it is the first."""
-    return max(_memory_over_backward(problem, scattering, gradients), key=total_bytes)
+    this pass adds its own; None: it is the first. `is_last`: the step's sums are reduced during this pass."""
+    return max(_memory_over_backward(problem, scattering, gradients, is_last), key=total_bytes)
 
 
 def total_bytes(parts: MemoryParts) -> float:
@@ -52,7 +55,9 @@ def all_gradient_bytes(problem: Problem) -> float:
     return buffer_bytes(problem) + dense + problem.own_expert_bytes(blocks)
 
 
-def _memory_over_backward(problem: Problem, scattering: float, held: float | None) -> Iterator[MemoryParts]:
+def _memory_over_backward(
+    problem: Problem, scattering: float, held: float | None, is_last: bool
+) -> Iterator[MemoryParts]:
     """Memory during the backward of each block, from last to first, and once after them."""
     blocks = problem.blocks
     resident = [block for block in blocks if block.name not in problem.dense.offload]
@@ -65,6 +70,7 @@ def _memory_over_backward(problem: Problem, scattering: float, held: float | Non
     )
     unsharded = [block.parameter_bytes for block in blocks if needs_unshard(problem, block)]
     previous = scattering  # bytes of the block whose backward ran before
+    reduced = 0.0  # bytes of gradients whose all-reduces have begun
     for block in reversed(blocks):
         current = [unsharded.pop()] if needs_unshard(problem, block) else []
         saved -= saved_activation_bytes(problem, block)
@@ -73,11 +79,13 @@ def _memory_over_backward(problem: Problem, scattering: float, held: float | Non
         if held is None:
             gradients += problem.own_expert_bytes([block])
         ahead = unsharded[max(0, len(unsharded) - problem.dense.ahead) :]
-        in_flight = sum(current) + _receive_ratio(problem) * previous
+        in_flight = sum(current) + _receive_ratio(problem) * previous + _all_reduce_bytes(problem, reduced)
         block_bytes = _running_block_bytes(problem, block)
         yield _memory_parts(weights, moments, gradients, sum(current) + sum(ahead), in_flight, saved, block_bytes)
         previous = sum(current) or previous
-    yield _memory_parts(weights, moments, gradients, 0.0, _receive_ratio(problem) * previous, 0.0, 0.0)
+        reduced += block.parameter_bytes if is_last and not current else 0.0
+    in_flight = _receive_ratio(problem) * previous + _all_reduce_bytes(problem, reduced)
+    yield _memory_parts(weights, moments, gradients, 0.0, in_flight, 0.0, 0.0)
 
 
 def _memory_parts(
@@ -115,6 +123,15 @@ def buffer_bytes(problem: Problem) -> float:
 def _receive_ratio(problem: Problem) -> float:
     """Bytes of a gradient in flight and of the shards received from other ranks of the host, over the gradient's."""
     return 2 - 1 / problem.shard_levels[0].num if problem.shard_levels else 1.0
+
+
+def _all_reduce_bytes(problem: Problem, begun: float) -> float:
+    """Bytes received at most, of gradients of `begun` bytes, by a rank that is ahead of the others of its host."""
+    groups = problem.sample_groups
+    if problem.precision.dense_gradients == "bfloat16" or groups.level_names != (problem.cluster.level_in_host,):
+        return 0.0
+    received = min(begun, MAX_RECEIVED_BUCKETS * GRADIENT_BUCKET_BYTES)
+    return min((groups.size - 1) * received, MAX_RECEIVED_BUCKETS * DIRECT_REDUCE_BYTES)
 
 
 def _running_block_bytes(problem: Problem, block: Block) -> float:

@@ -31,35 +31,40 @@ def _rank_memory(problem: Problem, index: int, ranks: tuple[int, ...], num_ranks
     in_backward = cache(partial(_chunk_memory, own))
     begun = frozenset[int]()  # chunks whose gradients have been allocated in this step
     all_saved, gathered = 0.0, dict[int, float]()  # by chunk, its last block, which stays gathered for backward
-    for token in SCHEDULES[pipeline.schedule](num_ranks, index, len(own), pipeline.micro_batches):
+    tokens = [*SCHEDULES[pipeline.schedule](num_ranks, index, len(own), pipeline.micro_batches)]
+    last = {token.chunk: number for number, token in enumerate(tokens)}  # its last pass is a backward pass
+    for number, token in enumerate(tokens):
         if token.pass_ == FORWARD:
             all_saved += saved[token.chunk]
             gathered[token.chunk] = sum(block.parameter_bytes for block in _sharded_blocks(own[token.chunk])[-1:])
             continue
         all_saved -= saved[token.chunk]
         gathered.pop(token.chunk, None)
-        parts = dict(in_backward(token.chunk, begun))
+        parts = dict(in_backward(token.chunk, begun, number == last[token.chunk]))
         begun |= {token.chunk}
         parts["activations"] += all_saved
         parts["gathered weights"] += sum(gathered.values())
         peaks.append((*parts.items(), *others))
     if logits:  # a batch's logits are joined: all of the step before, of this step, and those being joined
-        kept = {name: bytes_ for name, bytes_ in in_backward(len(own) - 1, begun).items() if name.startswith("dense")}
+        kept = {
+            name: bytes_ for name, bytes_ in in_backward(len(own) - 1, begun, True).items() if name.startswith("dense")
+        }
         num = (2 * problem.accumulate + 1) * pipeline.micro_batches
         peaks.append((*kept.items(), ("outputs", num * logits)))
     return max(peaks, key=dense_model.total_bytes)
 
 
-def _chunk_memory(own: Sequence[Problem], number: int, begun: Collection[int]) -> dict[str, float]:
+def _chunk_memory(own: Sequence[Problem], number: int, begun: Collection[int], is_last: bool) -> dict[str, float]:
     """Memory in the backward pass of a micro-batch through a chunk of a rank.
 
     `begun`: chunks through which an earlier micro-batch of the step has gone backward; others have no gradients yet.
+    `is_last`: no later micro-batch of the step goes backward through this chunk.
     """
     others = [index for index in range(len(own)) if index != number]
     sharded = [blocks for index in others if (blocks := _sharded_blocks(own[index]))]
     scattering = max((blocks[0].parameter_bytes for blocks in sharded), default=0.0)
     gradients = dense_model.all_gradient_bytes(own[number]) if number in begun else None
-    parts = dict(dense_model.peak_memory(own[number], scattering, gradients))
+    parts = dict(dense_model.peak_memory(own[number], scattering, gradients, is_last))
     for index in others:
         held = dict(dense_model.peak_memory(own[index]))
         for name in ("dense weights", "dense optimizer"):
