@@ -200,6 +200,7 @@ def summary(lines: Sequence[dict[str, Any]], runs: Sequence[Sequence[dict[str, A
     repeated = {
         name: mean(abs(line[-1][key] / line[0][key] - 1) for line in runs)
         for name, key in (("mean_repeat_off", "measured_ms"), ("mean_repeat_predicted_off", "predicted_ms"))
+        if len(runs[0]) > 1
     }
     return {
         "configurations": len(lines),
