@@ -284,7 +284,7 @@ def test_only_parameters_that_no_rank_uses_have_no_gradient(ranks, rounded):
     assert float(first[4].sum()) != 0  # of the layer that only the first rank used
 
 
-def bytes_of_a_rank_that_is_ahead(world: int, num: int) -> tuple[list, list]:
+def gradients_of_a_rank_that_is_ahead(world: int, num: int) -> tuple[list, list]:
     """Gradients, and after each layer's backward pass the number of buckets that are being received."""
     mesh = Mesh((("rank", world),), lanes=("dense",))
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(num)])  # a bucket each
@@ -311,7 +311,7 @@ def bytes_of_a_rank_that_is_ahead(world: int, num: int) -> tuple[list, list]:
 def test_a_rank_that_is_ahead_receives_few_buckets_at_once(ranks):
     """Without the limit it would receive all of them while the other rank sleeps."""
     num = 3 * MAX_RECEIVED_BUCKETS
-    (gradients, numbers), (others, _) = ranks.run(2, bytes_of_a_rank_that_is_ahead, 2, num)
+    (gradients, numbers), (others, _) = ranks.run(2, gradients_of_a_rank_that_is_ahead, 2, num)
     assert max(numbers) == MAX_RECEIVED_BUCKETS and len(numbers) == num
     assert all(map(torch.equal, gradients, others))
 
