@@ -13,6 +13,7 @@ from shardwright.config import fill_dataclass, resolve_name
 from shardwright.errors import UserError, did_you_mean
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.ensemble import EnsembleSpec
+from shardwright.layers.in_batch_softmax import SoftmaxSpec
 from shardwright.layers.mixing import INTERACTIONS, InteractionBuilder
 from shardwright.layers.moe import MoESpec
 from shardwright.models.autoint import AutoInt
@@ -22,6 +23,7 @@ from shardwright.models.dhen import DHEN
 from shardwright.models.dlrm import DLRM
 from shardwright.models.het import HetDCN, HetDeepFM, HetModel, HetWideDeep
 from shardwright.models.logistic import LogisticRegression
+from shardwright.models.two_tower import make_two_tower
 from shardwright.models.wide_deep import WideDeep
 from shardwright.spec.optimizer import SparseOptimizer
 from shardwright.spec.workload import Feature, Growth, Table
@@ -238,6 +240,22 @@ def autoint(
     )
 
 
+def two_tower(
+    source: ClickSource,
+    optimizer: SparseOptimizer,
+    *,
+    dim: int,
+    user: list[str],
+    item: list[str],
+    hidden: list[int],
+    softmax: Mapping[str, Any] = MappingProxyType({}),
+    init: float | None = None,
+) -> nn.Module:
+    """Two towers; `user`, `item`: features of each, the id first; `softmax`: the arguments of `SoftmaxSpec`."""
+    spec = fill_dataclass("model.softmax", SoftmaxSpec, softmax)
+    return make_two_tower(source, embedding_bags(source, optimizer, dim, init=init), user, item, hidden, spec)
+
+
 CTR_MODELS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
     {
         "logistic": logistic,
@@ -252,5 +270,6 @@ CTR_MODELS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
         "het_wide_deep": het_wide_deep,
         "het_deepfm": het_deepfm,
         "het_dcn": het_dcn,
+        "two_tower": two_tower,
     }
 )

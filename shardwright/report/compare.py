@@ -19,6 +19,8 @@ CURVES = (
     ("calibration", "Calibration", "Predicted over observed rate: 1 is exact."),
     ("loss", "Loss", "The mean of the model's loss."),
     ("accuracy", "Accuracy", "The share of samples whose class has the highest score."),
+    ("recall_at_100", "Recall@100", "The share of a user's held-out positives that are among the 100 best items."),
+    ("ndcg_at_100", "NDCG@100", "As Recall@100, but an item counts less the later it comes."),
     ("perplexity", "Perplexity", "The exponential of the loss of the next token."),
     ("samples_per_second", "Throughput", "Samples per second in each training window."),
     ("tokens_per_second", "Throughput, tokens", "Tokens per second in each training window."),

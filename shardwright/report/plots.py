@@ -38,7 +38,7 @@ def curves(metrics: Metrics, machine: Sequence[MachineWindow] = ()) -> tuple[Fig
     ranking = (auc(metrics), grouped_auc(metrics))
     speed = (throughput(metrics, machine), utilization(metrics))
     scores = normalized_entropy(metrics), *ranking, calibration(metrics), accuracy(metrics)
-    figures = (*scores, loss(metrics), perplexity(metrics), *speed)
+    figures = (*scores, *retrieval(metrics), loss(metrics), perplexity(metrics), *speed)
     return tuple(figure for figure in figures if figure)
 
 
@@ -72,6 +72,22 @@ def calibration(metrics: Metrics) -> Figure | None:
 def accuracy(metrics: Metrics) -> Figure | None:
     caption = "The share of samples whose class has the highest score."
     return metric_figure("accuracy", "Accuracy", metrics, caption=caption, height=340)
+
+
+def retrieval(metrics: Metrics) -> Iterator[Figure | None]:
+    """Recall and NDCG of two towers, which only evaluations have."""
+    for number in (10, 100):
+        caption = (
+            f"The share of a user's held-out positives that are among the {number} best items, the mean over users."
+        )
+        yield metric_figure(f"recall_at_{number}", f"Recall@{number}", metrics, caption=caption, rangemode="tozero")
+        caption = f"As Recall@{number}, but an item counts less the later it comes."
+        yield metric_figure(f"ndcg_at_{number}", f"NDCG@{number}", metrics, caption=caption, rangemode="tozero")
+
+
+def is_retrieval(metrics: Metrics) -> bool:
+    """Whether the run's model retrieves items."""
+    return any(line.recall_at_10 is not None for line in metrics.evals)
 
 
 def loss(metrics: Metrics) -> Figure | None:

@@ -179,7 +179,7 @@ def missing_measurements(metrics: Metrics) -> Iterator[str]:
     names = {"ne": "normalized entropy", "auc": "AUC", "calibration": "calibration"}
     if plots.has_tokens(metrics):
         names = {"mfu": "MFU"}
-    elif plots.has_classes(metrics):
+    elif plots.has_classes(metrics) or plots.is_retrieval(metrics):
         names = {}
     missing_names = [label for name, label in names.items() if not plots.metric_series(lines, name)[0]]
     if lines and missing_names:
@@ -266,7 +266,7 @@ def tiles(metrics: Metrics) -> tuple[Tile, ...]:
         perplexity = Tile("Perplexity", *outcome(metrics, final, "perplexity"))
         return (perplexity, loss, *speed_tiles(metrics))
     if not has_clicks:
-        return (*accuracy_tiles(metrics, final), loss, *speed_tiles(metrics))
+        return (*accuracy_tiles(metrics, final), *retrieval_tiles(metrics, final), loss, *speed_tiles(metrics))
     value, note = outcome(metrics, final, "ne")
     if final and final.ne is not None and final.bound_ne is not None:
         note = f"best reachable (true probabilities): {decimal_text(final.bound_ne)}"
@@ -282,6 +282,12 @@ def accuracy_tiles(metrics: Metrics, final: MetricsLine | None) -> Iterator[Tile
         return
     yield Tile("Accuracy, drawn neighbors", *outcome(metrics, final, "accuracy"))
     yield Tile("Accuracy, all neighbors", *outcome(metrics, final, "accuracy_all_neighbors"))
+
+
+def retrieval_tiles(metrics: Metrics, final: MetricsLine | None) -> Iterator[Tile]:
+    if plots.is_retrieval(metrics):
+        yield Tile("Recall@100", *outcome(metrics, final, "recall_at_100"))
+        yield Tile("NDCG@100", *outcome(metrics, final, "ndcg_at_100"))
 
 
 def outcome(metrics: Metrics, final: MetricsLine | None, name: str) -> tuple[str, str]:

@@ -59,6 +59,10 @@ METRIC_NAMES = (
     "mfu_full",
     "accuracy",
     "accuracy_all_neighbors",
+    "recall_at_10",
+    "recall_at_100",
+    "ndcg_at_10",
+    "ndcg_at_100",
 )
 
 
@@ -86,6 +90,10 @@ class MetricsLine:
     mfu_full: float | None = None
     accuracy: float | None = None
     accuracy_all_neighbors: float | None = None
+    recall_at_10: float | None = None
+    recall_at_100: float | None = None
+    ndcg_at_10: float | None = None
+    ndcg_at_100: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,10 +270,11 @@ def parse_metrics_line(text: bytes, where: str) -> MetricsLine:
     for name in ("step", "samples"):
         if type(value.get(name)) is not int:
             raise UserError(f"{where}: {name} is {value.get(name)!r}; wanted a whole number")
-    for name in METRIC_NAMES:
-        if type(value.get(name)) not in (int, float, type(None)):
-            raise UserError(f"{where}: {name} is {value[name]!r}; wanted a number")
-    return MetricsLine(kind, value["step"], value["samples"], **{name: value.get(name) for name in METRIC_NAMES})
+    keys = {name: name.replace("_at_", "@") for name in METRIC_NAMES}
+    for key in keys.values():
+        if type(value.get(key)) not in (int, float, type(None)):
+            raise UserError(f"{where}: {key} is {value[key]!r}; wanted a number")
+    return MetricsLine(kind, value["step"], value["samples"], **{name: value.get(key) for name, key in keys.items()})
 
 
 def read_machine_windows(path: Path) -> Iterator[MachineWindow]:

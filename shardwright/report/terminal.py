@@ -28,6 +28,10 @@ LINE_METRICS = MappingProxyType(
         "bound_ne": "bound",
         "auc": "AUC",
         "grouped_auc": "GAUC",
+        "recall@10": "Recall@10",
+        "recall@100": "Recall@100",
+        "ndcg@10": "NDCG@10",
+        "ndcg@100": "NDCG@100",
     }
 )
 
@@ -127,6 +131,7 @@ def summary(
         everything = evaluation.get("accuracy_all_neighbors")
         note = "" if everything is None else f" (all neighbors {everything:.4f})"
         parts.append(f"accuracy {evaluation['accuracy']:.4f}{note}")
+    parts += [f"{LINE_METRICS[key]} {evaluation[key]:.4f}" for key in ("recall@100", "ndcg@100") if key in evaluation]
     if "loss" in evaluation:
         bound = f" (best reachable {evaluation['bound_loss']:.4f})" if "bound_loss" in evaluation else ""
         parts.append(f"loss {evaluation['loss']:.4f}{bound}")

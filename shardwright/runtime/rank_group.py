@@ -72,6 +72,11 @@ class RankGroup:
         """All-gather a row from each rank."""
         return x if self._group is None else collective.all_gather(x, [1] * self.size, self._group).wait()
 
+    def concat(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks, in the order of ranks; their number may differ by rank."""
+        sizes = self.all_gather(torch.tensor([len(rows)])).tolist()
+        return rows if self._group is None else self._concat(rows, sizes)
+
     def barrier(self) -> None:
         """Wait until all ranks call it."""
         self.all_gather(torch.zeros(1))

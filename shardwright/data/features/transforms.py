@@ -110,6 +110,15 @@ class Transforms:
         return len(self.schema.numbers)
 
     @property
+    def number_names(self) -> tuple[str, ...]:
+        """Names of the numeric columns."""
+        return self.schema.numbers
+
+    def ids_of_codes(self, name: str, codes: np.ndarray) -> np.ndarray:
+        """Table rows of values of a category or list, given by their hash codes."""
+        return self._ids(name, codes)
+
+    @property
     def unknown_ids(self) -> tuple[int, ...]:
         """Table rows that stand for missing values (0) and for values outside the vocabulary (1)."""
         return (0,) if self.encoding.rows else (0, 1)

@@ -100,6 +100,20 @@ class ClickLog:
         return self.transforms.features
 
     @property
+    def number_names(self) -> tuple[str, ...]:
+        """Names of the numeric columns."""
+        return self._info.schema.numbers
+
+    def id_shares(self, feature: str) -> np.ndarray:
+        """By id of a category, its share of the training samples; of an id that was not counted, that of one sample."""
+        if self.encoding.growth is not None:
+            raise UserError(f'the table of "{feature}" grows, so its ids have no fixed shares; set correction=false')
+        num_rows = next(rows for name, rows, _ in self.features if name == feature)
+        counts = self.training_statistics.counts[feature]
+        ids = self.transforms.ids_of_codes(feature, counts.codes)
+        return np.maximum(np.bincount(ids, counts.counts, num_rows), 1.0) / max(1, self.training_statistics.rows)
+
+    @property
     def growth(self) -> dict[str, Growth]:
         """How tables grow, by feature."""
         return self.transforms.growth

@@ -32,6 +32,7 @@ from shardwright.runtime.run import full_graph, learning_rate, metrics, recipe
 from shardwright.runtime.run.directory import RunDirectory, resume_hint
 from shardwright.runtime.run.generate_text import generate_text
 from shardwright.runtime.run.machine import MachineMeter
+from shardwright.runtime.run.retrieval import RetrievalMeter
 from shardwright.runtime.run.routing_recorder import RoutingRecorder
 from shardwright.runtime.run.setup import make_savers
 from shardwright.runtime.run.table_recorder import TableRecorder
@@ -72,6 +73,7 @@ class Trainer:
         self.directory = directory
         self.watcher = watcher
         self.token_meter = token_meter
+        self.retrieval = RetrievalMeter(job, source, settings.train.batch_size)
         self.routing = RoutingRecorder(job.model, self.rank_group)
         self.label, self.classes = metrics.labels_of(job.model.loss)
         self.samples = 0  # trained on since the start of the run
@@ -284,6 +286,8 @@ class Trainer:
                 self.stop_request.restart_time_limit()
         values = self.rank_group.all_gather_window(window).compute()
         values |= recipe.best_scores(held_out, values) | full_graph.scores(self.job, held_out)
+        with self.stop_request.suspend_time_limit():
+            values |= self.retrieval.scores(held_out)
         self.evaluation = self._log(kind, values)
 
     def _checkpoint(self) -> None:
