@@ -4,7 +4,7 @@ Colours are CSS variables, such as "var(--ink)": the page's script replaces them
 dark scheme. Figures without measured values are None.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import isfinite
