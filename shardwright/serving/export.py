@@ -25,17 +25,20 @@ from shardwright.checkpoint.writing import quantize_rows
 from shardwright.config import load
 from shardwright.data.features.transforms import Transforms
 from shardwright.data.loading.loader import Loader, to_batch
+from shardwright.data.sources.source import Source
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors
 from shardwright.kernels.finite import check_finite
 from shardwright.layers.embedding import EmbeddingTables
+from shardwright.layers.in_batch_softmax import InBatchSoftmax
 from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.table_weights import TableWeights
 from shardwright.measure.describe import sparse_of
+from shardwright.models.two_tower import TwoTower
 from shardwright.rectangle import Rectangle, dtype_name, full_rectangle
 from shardwright.runtime.materialize import materialize
 from shardwright.runtime.run import recipe
-from shardwright.serving import manifest, program
+from shardwright.serving import item_vectors, manifest, program
 from shardwright.serving.manifest import (
     IDS_SUFFIX,
     LOGIT,
@@ -45,6 +48,7 @@ from shardwright.serving.manifest import (
     SCALES_SUFFIX,
     TABLES_FILE,
     TRANSFORMS_DIRECTORY,
+    VECTORS,
     ExportManifest,
     logical_rows,
     removed_name,
@@ -65,10 +69,11 @@ def export_run(run: Path, output: Path, stored: str = "") -> ExportManifest:
     if (run_folder / TRANSFORMS_DIRECTORY).is_dir():
         transforms = Transforms.read(run_folder / TRANSFORMS_DIRECTORY)
         model, example = recipe.make_model(settings, transforms), to_batch(transforms.encode_samples([{}, {}]))
+        data = item_vectors.open_data(settings, transforms) if isinstance(model, TwoTower) else None
     else:
-        source, transforms = recipe.make_source(settings), None
-        model, example = recipe.make_model(settings, source), Loader(source, batch_size=2).peek()
-    return export(model, checkpoint, output, example=example, transforms=transforms, stored=stored)
+        data, transforms = recipe.make_source(settings), None
+        model, example = recipe.make_model(settings, data), Loader(data, batch_size=2).peek()
+    return export(model, checkpoint, output, example=example, transforms=transforms, stored=stored, data=data)
 
 
 def export(
@@ -79,11 +84,13 @@ def export(
     example: Batch,
     transforms: Transforms | None = None,
     stored: str = "",
+    data: Source | None = None,
 ) -> ExportManifest:
     """Export a model with the weights of a checkpoint.
 
     `example`: a batch of the model's source. `transforms`: for a model of a click log, so that requests have the
-    log's values. `stored`: dtype of the tables, float16 or int8 with a scale per row; empty: as trained.
+    log's values. `stored`: dtype of the tables, float16 or int8 with a scale per row; empty: as trained. `data`: of a
+    two-tower model, the source of the items whose vectors are written too; none are if it has no end.
     """
     if stored not in TABLE_DTYPES:
         raise UserError(f'tables="{stored}"; allowed: float16, int8, or empty for the dtype of training')
@@ -118,7 +125,7 @@ def export(
                 course["line"],
                 course["time"],
                 str(source.path),
-                PROBABILITY if isinstance(model.loss, BinaryLoss) else LOGIT,
+                _scores_of(model),
                 example.features.features,
                 example.numbers.shape[1],
                 dtype_name(example.numbers.dtype),
@@ -133,6 +140,8 @@ def export(
                 {name: manifest.file_digest(draft / name) for name in file_names},
                 _initial_numbers(source),
             )
+            if isinstance(model, TwoTower) and data is not None and data.size is not None:
+                export_manifest = item_vectors.add(export_manifest, draft, model, data)
             files.write(export_manifest, draft / MANIFEST_FILE)
             for path in (*draft.rglob("*"), draft):
                 step_directories.fsync_path(path)
@@ -142,6 +151,13 @@ def export(
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     return export_manifest
+
+
+def _scores_of(model: Any) -> str:
+    """What the outputs of a model are, of the kinds in serving/manifest.py."""
+    if isinstance(model.loss, InBatchSoftmax):
+        return VECTORS
+    return PROBABILITY if isinstance(model.loss, BinaryLoss) else LOGIT
 
 
 def _initial_numbers(source: Checkpoint) -> dict[str, tuple[int, float]]:

@@ -13,9 +13,11 @@ from shardwright.spec.workload import MAX_GROWING_ROWS, Feature, Table
 VERSION = 1
 MANIFEST_FILE, TABLES_FILE, PROGRAM_FILE = "served.json", "tables.safetensors", "dense.pt2"
 TRANSFORMS_DIRECTORY = "transforms"
+ITEMS_FILE = "items.safetensors"  # of a model that retrieves: the vectors of all items
 SCALES_SUFFIX = ".scales"  # after a table's name: the array of scales of its int8 rows
 IDS_SUFFIX = ".ids"  # after the name of a table that grows: the array of the ids of its rows
 PROBABILITY, LOGIT = "probability", "logit"
+VECTORS = "vectors"  # in place of a score: the vectors of user and item, (2, D)
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class ExportManifest:
     line: str  # lineage id of the checkpoint, as in `ModelVersion`
     time: float  # when the checkpoint was taken, in seconds since the epoch; 0: unknown
     origin: str  # path of the checkpoint
-    scores: str  # PROBABILITY or LOGIT
+    scores: str  # PROBABILITY, LOGIT or VECTORS
     features: tuple[str, ...]  # of a batch, in order
     num_dense: int  # number of numeric features
     numbers: str  # dtype of numeric features
@@ -69,9 +71,11 @@ def read(folder: Path) -> ExportManifest:
         if stored.file != TABLES_FILE:
             raise UserError(f'{folder / MANIFEST_FILE}: table "{name}" is in "{stored.file}"; wanted {TABLES_FILE}')
     for name, digest in manifest.digests.items():
-        if not re.fullmatch(rf"{re.escape(PROGRAM_FILE)}|{TRANSFORMS_DIRECTORY}/\w+\.\w+", name):
+        if not re.fullmatch(
+            rf"{re.escape(PROGRAM_FILE)}|{re.escape(ITEMS_FILE)}|{TRANSFORMS_DIRECTORY}/\w+\.\w+", name
+        ):
             raise UserError(
-                f'{folder / MANIFEST_FILE}: names file "{name}"; wanted {PROGRAM_FILE} or one in '
+                f'{folder / MANIFEST_FILE}: names file "{name}"; wanted {PROGRAM_FILE}, {ITEMS_FILE} or one in '
                 f"{TRANSFORMS_DIRECTORY}/"
             )
         if not (folder / name).is_file():

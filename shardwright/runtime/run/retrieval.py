@@ -98,7 +98,7 @@ def read_questions(job: Job, source: Source, held_out: Source, ranks: RankGroup)
     asked = reader.read(held_out)
     users_U, first_U, users_P = np.unique(asked.pairs_P3[:, 0], return_index=True, return_inverse=True)
     trained = reader.read(source, users_U)
-    items = join_items(source, trained, held_out, asked)
+    items = join_items((source, trained), (held_out, asked))
     num_items = len(items.ids_N)
 
     def make_keys(users: np.ndarray, item_ids: np.ndarray) -> np.ndarray:
@@ -169,13 +169,15 @@ def _first_of_each(items_N2: np.ndarray) -> np.ndarray:
     return items_N2[np.unique(items_N2[:, 0], return_index=True)[1]]
 
 
-def join_items(source: Source, trained: SampleList, held_out: Source, asked: SampleList) -> Items:
-    """The items of the training samples, and those that only held-out samples have."""
-    new_N2 = asked.items_N2[~np.isin(asked.items_N2[:, 0], trained.items_N2[:, 0])]
-    ids = np.concatenate([trained.items_N2[:, 0], new_N2[:, 0]])
+def join_items(*lists: tuple[Source, SampleList]) -> Items:
+    """The distinct items of several sources, each from the first source that has it."""
+    ids, selections = np.empty(0, np.int64), []
+    for source, samples in lists:
+        new_N2 = samples.items_N2[~np.isin(samples.items_N2[:, 0], ids)]
+        ids = np.concatenate([ids, new_N2[:, 0]])
+        selections += [Selection(source, new_N2[:, 1])] if len(new_N2) else []
     order = np.argsort(ids)
-    parts = Selection(source, trained.items_N2[:, 1]), Selection(held_out, new_N2[:, 1])
-    return Items(ids[order], tuple(part for part in parts if part.size), order)
+    return Items(ids[order], tuple(selections), order)
 
 
 def compute_item_vectors(job: Job, items: Items, batch_size: int) -> Tensor:
