@@ -1,7 +1,7 @@
 """The vectors of all items of a two-tower model, as a file of its export.
 
-items.safetensors has `vectors` (N, D) and `ids` (N, 1), the ids that the items have in a batch: rows of the item's table
-if values have a vocabulary or are hashed.
+items.safetensors has `vectors` (N, D) and `ids` (N, 1), the ids that the items have in a batch: rows of their table if
+values have a vocabulary or are hashed.
 
 Shape legend: N items, D columns of a vector.
 """
