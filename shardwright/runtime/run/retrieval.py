@@ -11,7 +11,7 @@ Shape legend: S samples, U users, N items, P positives, X excluded pairs, D colu
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ SCORES_AT_ONCE = 1 << 24  # of users and items, held at a time
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """Samples of a source, by index, in this order."""
+    """Samples of a source, by index, in this order, without weights: those of a batch may all be 0."""
 
     source: Source
     indices: np.ndarray
@@ -42,7 +42,7 @@ class Selection:
         return len(self.indices)
 
     def take(self, indices: np.ndarray) -> NumpyBatch:
-        return self.source.take(self.indices[indices])
+        return replace(self.source.take(self.indices[indices]), weights=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
