@@ -46,7 +46,7 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Items:
+class ItemList:
     """The distinct items of a source and of held-out samples, and the first sample of each."""
 
     ids_N: np.ndarray  # ascending
@@ -58,7 +58,7 @@ class Items:
 class Questions:
     """Held-out positives, and what is needed to rank them. Pairs are (2, any): positions of users and of items."""
 
-    items: Items
+    items: ItemList
     users: Selection  # the first held-out positive of each user
     positives_2P: np.ndarray  # ordered by user
     excluded_2X: np.ndarray  # positives of the training samples, which are no candidates
@@ -169,7 +169,7 @@ def _first_of_each(items_N2: np.ndarray) -> np.ndarray:
     return items_N2[np.unique(items_N2[:, 0], return_index=True)[1]]
 
 
-def join_items(*lists: tuple[Source, SampleList]) -> Items:
+def join_items(*lists: tuple[Source, SampleList]) -> ItemList:
     """The distinct items of several sources, each from the first source that has it."""
     ids, selections = np.empty(0, np.int64), []
     for source, samples in lists:
@@ -177,10 +177,10 @@ def join_items(*lists: tuple[Source, SampleList]) -> Items:
         ids = np.concatenate([ids, new_N2[:, 0]])
         selections += [Selection(source, new_N2[:, 1])] if len(new_N2) else []
     order = np.argsort(ids)
-    return Items(ids[order], tuple(selections), order)
+    return ItemList(ids[order], tuple(selections), order)
 
 
-def compute_item_vectors(job: Job, items: Items, batch_size: int) -> Tensor:
+def compute_item_vectors(job: Job, items: ItemList, batch_size: int) -> Tensor:
     """(N, D) the vectors of all items, by id. All ranks call it."""
     vectors = [compute_vectors(job, selection, batch_size, ITEM) for selection in items.selections]
     return torch.cat(vectors)[torch.from_numpy(items.order_N)]
