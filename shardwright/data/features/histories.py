@@ -1,6 +1,8 @@
 """Histories in a click log: lists of ids in order of time, with side columns. Must not import torch.
 
 A list column is (codes of all items, offsets of each row's items).
+
+Shape legend: C items of a list column.
 """
 
 from collections.abc import Mapping
