@@ -1,6 +1,6 @@
 """Click-through-rate models by the names that recipes use, built for the features of a source."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from inspect import signature
@@ -31,7 +31,8 @@ from shardwright.spec.workload import Feature, Growth, Table
 
 class ClickSource(Protocol):
     """Interface of a click source: (name, rows, is multi-hot) of each feature; number of numeric features. It may have
-    `growth`: how tables grow, by feature."""
+    `growth`: how tables grow, by feature; `histories`: the feature whose ids a history has, by history; `sides`: the
+    history of a side feature."""
 
     @property
     def features(self) -> Sequence[tuple[str, int, bool]]: ...
@@ -41,16 +42,27 @@ class ClickSource(Protocol):
 
 
 def embedding_bags(
-    source: ClickSource, optimizer: SparseOptimizer, *dims: int, init: float | None = None
+    source: ClickSource,
+    optimizer: SparseOptimizer,
+    *dims: int,
+    init: float | None = None,
+    sequences: Collection[str] = (),
 ) -> EmbeddingBags:
-    """A table per feature for each of `dims`, reading the same ids; multi-hot features are averaged."""
+    """A table per feature for each of `dims`, reading the same ids; multi-hot features are averaged.
+
+    A history reads the table of the feature whose ids it has. Features in `sequences` are not pooled.
+    """
     tables, features = [], []
     growth: Mapping[str, Growth] = getattr(source, "growth", {})
+    histories: Mapping[str, str] = getattr(source, "histories", {})
     for index, dim in enumerate(dims):
+        suffix = f"_{index}" if index else ""
         for name, rows, multi_hot in source.features:
-            table_name = name if index == 0 else f"{name}_{index}"
-            tables.append(Table(table_name, rows, dim, init=init, growth=growth.get(name)))
-            features.append(Feature(table_name, table_name, "mean" if multi_hot else "sum", ids=name))
+            table_name = histories.get(name, name) + suffix
+            if name not in histories:
+                tables.append(Table(table_name, rows, dim, init=init, growth=growth.get(name)))
+            pooling = "none" if name in sequences else "mean" if multi_hot else "sum"
+            features.append(Feature(name + suffix, table_name, pooling, ids=name))
     return EmbeddingBags(tables, features, optimizer)
 
 

@@ -243,22 +243,26 @@ def _write_dense(source: Checkpoint, model: Any, bags: EmbeddingTables, example:
     dense_program = program.DenseProgram(dense, bags, example.features.features)
 
     def inputs(sizes: Sequence[int]) -> tuple[Any, ...]:
-        return program.inputs(*_synthetic_batch(bags, example, sizes))
+        return program.inputs(*_synthetic_batch(bags, example, sizes, getattr(model, "aligned", {})))
 
     program.write(dense_program, inputs((3, 2)), path)
     program.check_dynamic_sizes(path, dense_program, inputs((5, 3)))
     program.check_dynamic_sizes(path, dense_program, inputs((1, 1)))
+    program.check_dynamic_sizes(path, dense_program, inputs((70, 3)))
 
 
-def _synthetic_batch(bags: EmbeddingTables, example: Batch, sizes: Sequence[int]) -> tuple[Batch, Vectors]:
+def _synthetic_batch(
+    bags: EmbeddingTables, example: Batch, sizes: Sequence[int], aligned: Mapping[str, str]
+) -> tuple[Batch, Vectors]:
     """A batch of `sizes` (samples, ids per sample), and its vectors.
 
-    Dimensions must differ, so that torch.export does not unify any two: feature i has i more ids in the first sample.
+    Dimensions must differ, so that torch.export does not unify any two: feature i has i more ids in the first sample,
+    except that a feature in `aligned` has as many as another.
     """
     num_samples, num_ids = sizes
     names = example.features.features
     lengths = torch.full((len(names), num_samples), num_ids)
-    lengths[:, 0] += torch.arange(len(names))
+    lengths[:, 0] += torch.tensor([names.index(aligned.get(name, name)) for name in names])
     batch = Batch(Jagged(names, torch.zeros(int(lengths.sum()), dtype=torch.int64), lengths), None, {})
     width = example.numbers.shape[1]
     numbers = torch.linspace(-1, 1, num_samples * width, dtype=example.numbers.dtype).view(num_samples, width)

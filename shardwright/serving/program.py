@@ -89,7 +89,8 @@ def check_dynamic_sizes(path: Path, dense: DenseProgram, example: tuple[Any, ...
 def load(path: Path) -> Any:
     """Load a program as a module; its weights have their names in the dense model."""
     _check_no_pickles(path)
-    import_module("shardwright.kernels.pair_dots")  # registers operators that programs call
+    for kernels in ("pair_dots", "jagged_attention"):  # they register operators that programs call
+        import_module(f"shardwright.kernels.{kernels}")
     try:
         return torch.export.load(path).module(check_guards=False)
     except RuntimeError as error:

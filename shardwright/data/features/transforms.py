@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwright.data.features import statistics
+from shardwright.data.features.histories import clean_lists
 from shardwright.data.features.statistics import Moments
 from shardwright.data.logs.schema import Schema
 from shardwright.data.sources.source import NumpyBatch, stream_keys
@@ -85,6 +86,7 @@ class Transforms:
     def features(self) -> tuple[tuple[str, int, bool], ...]:
         """(name, rows, is_multi_hot) of every category and list."""
         rows = {name: self.encoding.rows or vocabulary.num_rows for name, vocabulary in self._vocabularies.items()}
+        rows |= {name: rows[column] for name, column in self.histories.items()}
         rows |= dict.fromkeys(self._bucket_features, NUM_BUCKETS)
         return tuple(
             (name, rows[name], name in self.schema.lists) for name in (*self.single_id_features, *self.schema.lists)
@@ -94,13 +96,26 @@ class Transforms:
     def growth(self) -> dict[str, Growth]:
         """How tables grow, by feature; empty if ids are rows."""
         growth = self.encoding.growth
-        return {} if growth is None else dict.fromkeys((*self.schema.categories, *self.schema.lists), growth)
+        return {} if growth is None else dict.fromkeys(self._own_columns, growth)
+
+    @property
+    def histories(self) -> Mapping[str, str]:
+        """By history: the feature whose ids, and table, it has."""
+        return self.schema.histories
+
+    @property
+    def sides(self) -> Mapping[str, str]:
+        """By side feature of a history: the history."""
+        return self.schema.sides
 
     @cached_property
     def digest(self) -> str:
         """16 hex digits of a SHA-256 over the fields; equal digests transform equally."""
         encoding = repr(self.encoding).replace(", growth=None", "")  # transforms had a digest before tables could grow
-        sha = sha256(f"({self.schema!r}, {encoding}, {sorted(self.moments.items())!r})".encode())
+        schema = repr(self.schema)
+        if not self.histories:  # transforms had a digest before there were histories
+            schema = schema.partition(", histories=")[0] + ")"
+        sha = sha256(f"({schema}, {encoding}, {sorted(self.moments.items())!r})".encode())
         for name in sorted(self.vocabulary_codes):
             sha.update(name.encode() + np.ascontiguousarray(self.vocabulary_codes[name]).tobytes())
         return sha.hexdigest()[:16]
@@ -142,7 +157,7 @@ class Transforms:
             np.ascontiguousarray(self._normalize(numbers_NR).T),
             columns[schema.label],
             None if schema.weight is None else columns[schema.weight],
-            {name: self._list_ids(name, *_drop_missing_items(*columns[name])) for name in schema.lists},
+            {name: (self._ids(name, codes), ends) for name, (codes, ends) in clean_lists(schema, columns).items()},
         )
 
     def gather_samples(self, num: int, selections: Iterable[tuple[np.ndarray, DecodedChunk, np.ndarray]]) -> NumpyBatch:
@@ -235,13 +250,15 @@ class Transforms:
     @cached_property
     def _vocabularies(self) -> dict[str, Vocabulary]:
         none = np.empty(0, np.uint64)
-        return {
-            name: Vocabulary(self.vocabulary_codes.get(name, none))
-            for name in (*self.schema.categories, *self.schema.lists)
-        }
+        return {name: Vocabulary(self.vocabulary_codes.get(name, none)) for name in self._own_columns}
+
+    @property
+    def _own_columns(self) -> tuple[str, ...]:
+        """Categories and lists with ids of their own; histories have those of another column."""
+        return tuple(name for name in (*self.schema.categories, *self.schema.lists) if name not in self.histories)
 
     def _ids(self, name: str, values: np.ndarray) -> np.ndarray:
-        values = np.ascontiguousarray(values, np.uint64)
+        values, name = np.ascontiguousarray(values, np.uint64), self.histories.get(name, name)
         if self.encoding.growth is not None:
             return values.view(np.int64)
         if self.encoding.rows:
@@ -252,13 +269,9 @@ class Transforms:
     def _id_dtype(self) -> type[np.signedinteger[Any]]:
         return np.int32 if self.encoding.growth is None else np.int64
 
-    def _list_ids(self, name: str, codes_C: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self._ids(name, codes_C), offsets
-
     @cached_property
     def _salts(self) -> dict[str, int]:
-        names = (*self.schema.categories, *self.schema.lists)
-        return {name: int(stream_keys(self.encoding.seed, *name.encode(), num=1)[0]) for name in names}
+        return {name: int(stream_keys(self.encoding.seed, *name.encode(), num=1)[0]) for name in self._own_columns}
 
     def _normalize(self, numbers_NR: np.ndarray) -> np.ndarray:
         """Normalize to mean 0 and standard deviation 1; missing numbers become 0."""
@@ -280,15 +293,6 @@ class Transforms:
     @cached_property
     def _lengths(self) -> np.ndarray:
         return np.ones((len(self.single_id_features), 0), np.int64)
-
-
-def _drop_missing_items(codes_C: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Remove the missing items (code 0) of a list column. Applied in training, streaming and serving."""
-    is_valid_C = codes_C != 0
-    if is_valid_C.all():
-        return codes_C, offsets
-    num_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_valid_C)])
-    return codes_C[is_valid_C], num_before[offsets]
 
 
 def _to_numbers(name: str, values: Sequence[Any]) -> np.ndarray:

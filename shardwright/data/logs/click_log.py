@@ -36,18 +36,39 @@ def open_log(
 
     `kind` is criteo, avazu or movielens, or "log" with a schema in a TOML file. `memory` is in GiB per process.
     """
-    if not path:
-        raise UserError('key "data.path" is missing; set the path of the log, as in data=FILE')
+    _check_path(path)
     log, parsed_schema = _resolve_log(kind, Path(path), schema)
-    with show_progress(path) as progress:
-        directory = convert(Path(path), log, parsed_schema, Path(cache), strict=strict, progress=progress)
-    _warn_malformed(path, files.read(ConvertedLog, directory / "log.json"))
-    return ClickLog(
-        str(directory),
-        files.from_plain(Split, dict(split or {}), "data.split"),
-        files.from_plain(Encoding, dict(encoding or {}), "data.encoding"),
-        memory=int(memory * 2**30),
-    )
+    return _make_source(_convert_log(path, log, parsed_schema, cache, strict), split, encoding, memory)
+
+
+def open_movielens(
+    path: str = "",
+    *,
+    history: int = 0,
+    split: Mapping[str, Any] | None = None,
+    encoding: Mapping[str, Any] | None = None,
+    strict: bool = True,
+    memory: float = 1.0,
+    cache: str = CACHE_DIRECTORY,
+) -> ClickLog:
+    """Open the training split of a MovieLens directory, as `open_log`.
+
+    `history`: number of earlier ratings of its user that a rating has as the list feature "history", the last ones
+    strictly earlier in time, with side columns "history_genre" and "history_liked"; 0: none.
+    """
+    if history < 0:
+        raise UserError(f"data.history={history}; wanted the number of earlier ratings of a history, 0 for none")
+    if not history:
+        return open_log("movielens", path, split=split, encoding=encoding, strict=strict, memory=memory, cache=cache)
+    _check_path(path)
+    log = MovieLens(Path(path), history)
+    source = _make_source(_convert_log(path, log, log.schema, cache, strict), split, encoding, memory)
+    if source.split.by != "time":
+        raise UserError(
+            f"data.history={history} with data.split.by={source.split.by}: ratings that are held out would be in "
+            "training rows' histories; use split by time"
+        )
+    return source
 
 
 def guess_kind(path: str) -> str:
@@ -65,9 +86,33 @@ def guess_kind(path: str) -> str:
     return ""
 
 
-def _resolve_log(kind: str, path: Path, schema: str) -> tuple[LogFile, Schema]:
+def _check_path(path: str) -> None:
+    if not path:
+        raise UserError('key "data.path" is missing; set the path of the log, as in data=FILE')
     if not os.path.exists(path):  # Path.exists raises for a name that is too long
         raise UserError(f"data.path={path}: no such file")
+
+
+def _convert_log(path: str, log: LogFile, schema: Schema, cache: str, strict: bool) -> Path:
+    """The directory of the converted log; converts it if it is not cached."""
+    with show_progress(path) as progress:
+        directory = convert(Path(path), log, schema, Path(cache), strict=strict, progress=progress)
+    _warn_malformed(path, files.read(ConvertedLog, directory / "log.json"))
+    return directory
+
+
+def _make_source(
+    directory: Path, split: Mapping[str, Any] | None, encoding: Mapping[str, Any] | None, memory: float
+) -> ClickLog:
+    return ClickLog(
+        str(directory),
+        files.from_plain(Split, dict(split or {}), "data.split"),
+        files.from_plain(Encoding, dict(encoding or {}), "data.encoding"),
+        memory=int(memory * 2**30),
+    )
+
+
+def _resolve_log(kind: str, path: Path, schema: str) -> tuple[LogFile, Schema]:
     if schema and kind != "log":
         raise UserError(
             f"data.schema={schema} with data.kind={kind}, which has its own schema; remove it, or set data.kind=log"

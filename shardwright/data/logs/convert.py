@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from shardwright.data.features.histories import check_sides
 from shardwright.data.logs.schema import Schema
 from shardwright.data.logs.text import EmptyFile, TextPart
 from shardwright.errors import UserError
@@ -66,7 +67,7 @@ def convert(
 ) -> Path:
     """Convert a log unless it is cached; returns its directory under `cache`. Calls progress(bytes, total)."""
     schema = schema.resolve(log.columns, str(path))
-    digest = hashlib.sha256(json.dumps([VERSION, asdict(schema), fingerprint(log.files)]).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps([VERSION, schema.plain(), fingerprint(log.files)]).encode()).hexdigest()[:16]
     final = cache / f"{path.name.partition('.')[0]}-{digest}"
     if not (final / "log.json").exists():
         _convert(path, log, schema, final, strict, progress)
@@ -122,6 +123,7 @@ def _write_cache(
             malformed += len(part.faults)
             faults += part.faults[: MAX_FAULTS - len(faults)]
             if len(part.columns[schema.label]):
+                check_sides(schema, part.columns, str(path), groups.rows)
                 groups.add(part)
                 if schema.time is not None:
                     times.append(part.columns[schema.time].copy())

@@ -64,6 +64,8 @@ class ParquetLog:
         columns: dict[str, Any] = {}
         invalid: dict[int, str] = {}
         tails = dict(schema.tail)
+        for history, name in schema.history_times.items():
+            self._check_order(history, name, batch, schema, first)
         for kind, names in schema.columns_by_kind.items():
             for name in names:
                 array = batch.column(name)
@@ -84,6 +86,30 @@ class ParquetLog:
         faults = [RowFault(first + row + 1, reason) for row, reason in sorted(invalid.items())]
         return TextPart({name: _select_rows(values, is_valid) for name, values in columns.items()}, faults)
 
+    def _check_order(self, history: str, name: str, batch: pa.RecordBatch, schema: Schema, first: int) -> None:
+        """Raise UserError if the times of a history are not in order, or not before the time of their row."""
+        array = batch.column(name)
+        offsets = self._list_offsets(name, array)
+        times = self._to_numbers(name, array.flatten(), np.float64)
+        rows = np.repeat(np.arange(len(array)), np.diff(offsets))
+        is_late = np.zeros(len(times), bool)
+        is_late[1:] = (times[1:] < times[:-1]) & (rows[1:] == rows[:-1])
+        if schema.time is not None:
+            is_late |= times >= self._to_numbers(schema.time, batch.column(schema.time), np.float64)[rows]
+        history_offsets = self._list_offsets(history, batch.column(history))
+        if (is_other := np.diff(offsets) != np.diff(history_offsets)).any():
+            row = int(is_other.argmax())
+            raise UserError(
+                f'{self._path}: row {first + row + 1}: "{name}" has not one time for each id of "{history}"'
+            )
+        if is_late.any():
+            row = int(rows[is_late.argmax()])
+            before = "" if schema.time is None else f' and before "{schema.time}"'
+            raise UserError(
+                f'{self._path}: row {first + row + 1}: history "{history}" is out of order by "{name}"; wanted the '
+                f"oldest first{before}"
+            )
+
     def _to_numbers(self, name: str, array: pa.Array, dtype: Any) -> np.ndarray:
         try:
             plain = pc.cast(array, pa.float64() if dtype is np.float64 else pa.float32(), safe=False)
@@ -102,10 +128,13 @@ class ParquetLog:
         return hash_strings(text_offsets, np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8), tail=tail)
 
     def _to_lists(self, name: str, array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+        offsets = self._list_offsets(name, array)
+        return self._to_codes(name, array.flatten()), (offsets[1:] - offsets[0]).astype(np.int32)
+
+    def _list_offsets(self, name: str, array: pa.Array) -> np.ndarray:
         if not pa.types.is_list(array.type) and not pa.types.is_large_list(array.type):
             raise UserError(f'{self._path}: column "{name}" is {array.type}; wanted a list')
-        offsets = array.offsets.to_numpy(zero_copy_only=False)
-        return self._to_codes(name, array.flatten()), (offsets[1:] - offsets[0]).astype(np.int32)
+        return array.offsets.to_numpy(zero_copy_only=False)
 
 
 def _list_files(path: Path) -> list[Path]:

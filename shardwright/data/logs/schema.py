@@ -1,8 +1,9 @@
 """Schema of a click log: the kind of each column, from a TOML file; and the schemas of known logs."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 from shardwright.errors import UserError, did_you_mean
 from shardwright.kernels.text_rows import ColumnKind
@@ -10,11 +11,16 @@ from shardwright.spec import files
 from shardwright.spec.checks import check_unique, raise_if_any
 
 ALL_OTHERS = "*"
+HISTORY_FIELDS = ("histories", "sides", "history_length", "history_times")
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """Columns by meaning; other columns are not read. `categories = ["*"]` means all other columns."""
+    """Columns by meaning; other columns are not read. `categories = ["*"]` means all other columns.
+
+    A history is a list of ids in order of time, oldest first. Its ids have the vocabulary, and the table, of the column
+    that it is a history of. A side column has one id for each id of its history.
+    """
 
     label: str
     positive: float | None = None  # a label of at least this value is a click; None: labels are 0 or 1
@@ -30,6 +36,10 @@ class Schema:
     separator: str = "|"  # between the items of a list
     hexadecimal: bool = False  # categories are eight hex digits or missing
     tail: tuple[tuple[str, int], ...] = ()  # (category, number of its last bytes that are used)
+    histories: Mapping[str, str] = field(default_factory=dict)  # by list: the category or list whose ids it has
+    sides: Mapping[str, str] = field(default_factory=dict)  # by list: its history
+    history_length: int = 0  # ids of a history that are used, the last ones; 0: all
+    history_times: Mapping[str, str] = field(default_factory=dict)  # by history: list of times, to check the order
 
     def verify(self) -> None:
         raise_if_any(_validation_errors(self))
@@ -38,7 +48,7 @@ class Schema:
     def used_columns(self) -> tuple[str, ...]:
         """All columns that are read."""
         single = (self.label, *(name for name in (self.weight, self.time) if name is not None))
-        return (*single, *self.numbers, *self.categories, *self.lists)
+        return (*single, *self.numbers, *self.categories, *self.lists, *self.history_times.values())
 
     @property
     def columns_by_kind(self) -> dict[ColumnKind, tuple[str, ...]]:
@@ -51,6 +61,11 @@ class Schema:
             "hexadecimal" if self.hexadecimal else "category": self.categories,
             "list": self.lists,
         }
+
+    def plain(self) -> dict[str, Any]:
+        """All fields, those of histories only if there are any; digests are computed from it."""
+        fields = asdict(self)
+        return fields if self.histories else {name: fields[name] for name in fields if name not in HISTORY_FIELDS}
 
     def resolve(self, columns: Sequence[str], origin: str) -> "Schema":
         """Expand "*" for a file with `columns`; raises UserError if a column is missing."""
@@ -77,6 +92,26 @@ def _validation_errors(schema: Schema) -> Iterator[str]:
             yield f'tail of "{name}", which is not in categories{did_you_mean(name, schema.categories)}'
         if num_bytes < 1:
             yield f'tail of "{name}" is {num_bytes}; wanted 1 or more'
+    yield from _history_errors(schema)
+
+
+def _history_errors(schema: Schema) -> Iterator[str]:
+    columns = {*schema.categories, *schema.lists} - {*schema.histories}
+    for name in (*schema.histories, *schema.sides):
+        if name not in schema.lists:
+            yield f'"{name}" has ids in order and is not in lists{did_you_mean(name, schema.lists)}; add it to lists'
+    for name, column in schema.histories.items():
+        if column not in columns and schema.categories != (ALL_OTHERS,):
+            suggestion = did_you_mean(column, columns)
+            yield f'history "{name}" has the ids of "{column}", which is no category or list{suggestion}'
+    for name, history in schema.sides.items():
+        if history not in schema.histories or history in schema.sides:
+            yield f'side "{name}" of "{history}", which is no history{did_you_mean(history, schema.histories)}'
+    for name in schema.history_times:
+        if name not in schema.histories:
+            yield f'history_times of "{name}", which is no history{did_you_mean(name, schema.histories)}'
+    if schema.history_length < 0 or (schema.history_length and not schema.histories):
+        yield f"history_length is {schema.history_length}; wanted 0 for all ids, or more with at least one history"
 
 
 _INTEGERS = tuple(f"I{number}" for number in range(1, 14))

@@ -49,6 +49,12 @@ class TextFile:
         self, schema: Schema, max_rows: int, progress: Callable[[int], None] = lambda _: None
     ) -> Iterator[TextPart]:
         """Parse the text in parts of at most `max_rows` rows; calls progress(bytes of the file read so far)."""
+        if schema.history_times:
+            history = next(iter(schema.history_times))
+            raise UserError(
+                f'{self._path}: history_times of "{history}": lists of times are read from Parquet files only; convert '
+                "the log to Parquet, or drop history_times"
+            )
         kinds: dict[str, ColumnKind] = {name: kind for kind, names in schema.columns_by_kind.items() for name in names}
         tails = dict(schema.tail)
         columns = [ColumnSpec(name, kinds.get(name, "skip"), tails.get(name, 0)) for name in self.columns]

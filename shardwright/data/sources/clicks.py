@@ -7,7 +7,7 @@ Shape legend: B samples.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -118,6 +118,16 @@ class ClickLog:
         """How tables grow, by feature."""
         return self.transforms.growth
 
+    @property
+    def histories(self) -> Mapping[str, str]:
+        """By history: the feature whose ids, and table, it has."""
+        return self._info.schema.histories
+
+    @property
+    def sides(self) -> Mapping[str, str]:
+        """By side feature of a history: the history."""
+        return self._info.schema.sides
+
     @cached_property
     def transforms(self) -> Transforms:
         """Vocabularies and normalization fitted on the training split."""
@@ -126,6 +136,8 @@ class ClickLog:
         moments: dict[str, Moments] = {}
         if not encoding.rows:
             for name, counts in self.training_statistics.counts.items():
+                if name in schema.histories:
+                    continue
                 entries[name] = counts.codes[counts.counts - counts.max_error >= encoding.min_count]
         if schema.numbers:
             training = self.training_statistics
@@ -208,9 +220,11 @@ class ClickLog:
 
     @property
     def _row_bytes(self) -> int:
-        """Approximate bytes of a decoded row, with 8 ids per list."""
+        """Approximate bytes of a decoded row, with 8 ids per list, or as many as a history may have."""
         schema = self._info.schema
-        num_ids = len(schema.categories) + self.encoding.buckets * len(schema.numbers) + 8 * len(schema.lists)
+        num_histories = len(schema.histories.keys() | schema.sides.keys())
+        num_ids = len(schema.categories) + self.encoding.buckets * len(schema.numbers)
+        num_ids += 8 * (len(schema.lists) - num_histories) + (schema.history_length or 8) * num_histories
         return 4 * (2 + len(schema.numbers) + num_ids * (1 if self.encoding.growth is None else 2))
 
     def _cache_rows(self, indices: np.ndarray) -> np.ndarray:

@@ -80,6 +80,16 @@ class GrowingLog:
         return self.transforms.features
 
     @property
+    def histories(self) -> Mapping[str, str]:
+        """By history: the feature whose ids, and table, it has."""
+        return self.transforms.histories
+
+    @property
+    def sides(self) -> Mapping[str, str]:
+        """By side feature of a history: the history."""
+        return self.transforms.sides
+
+    @property
     def growth(self) -> dict[str, Growth]:
         """How tables grow, by feature."""
         return self.transforms.growth
@@ -232,7 +242,7 @@ def open_stream(
     if memory * 2**30 < 1:
         raise UserError(f"data.memory={memory}; wanted more than 0 GiB")
     transforms, parsed_schema, parsed_encoding = _resolve_format(like, schema, encoding)
-    key = _digest(VERSION, str(Path(path).resolve()), asdict(parsed_schema), strict)
+    key = _digest(VERSION, str(Path(path).resolve()), parsed_schema.plain(), strict)
     folder = Path(cache) / f"{Path(path).resolve().name}-{key}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

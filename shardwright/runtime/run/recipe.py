@@ -16,7 +16,7 @@ from shardwright.data.features.transforms import Transforms
 from shardwright.data.graphs.communities import open_synthetic_graph
 from shardwright.data.graphs.neighborhoods import Neighborhoods, open_graph, partition_samples
 from shardwright.data.loading.loader import Loader
-from shardwright.data.logs.click_log import open_log
+from shardwright.data.logs.click_log import open_log, open_movielens
 from shardwright.data.sources.source import Source, Subset
 from shardwright.data.sources.stream import open_stream
 from shardwright.data.sources.synthetic import ClickStream
@@ -145,7 +145,7 @@ def make_dense_optimizer(settings: Settings) -> DenseOptimizer:
 # Optimizers whose fused kernel, on CPUs 2.6 times as fast as torch's default for Adam (benchmarks/dense_optimizer.py),
 # gives the same bits wherever a parameter is cut into shards; that of SGD does not.
 FUSED_KINDS = ("Adam", "AdamW", "Adagrad")
-LOG_KINDS = ("criteo", "avazu", "movielens", "log")
+LOG_KINDS = ("criteo", "avazu", "log")
 SOURCES = MappingProxyType(
     {
         "synthetic": ClickStream,
@@ -154,6 +154,7 @@ SOURCES = MappingProxyType(
         "graph": open_graph,
         "synthetic_graph": open_synthetic_graph,
         **{kind: partial(open_log, kind) for kind in LOG_KINDS},
+        "movielens": open_movielens,
     }
 )
 
