@@ -1,7 +1,8 @@
 """Click-through-rate models by the names that recipes use, built for the features of a source."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from inspect import signature
 from types import MappingProxyType
@@ -14,6 +15,7 @@ from shardwright.errors import UserError, did_you_mean
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.ensemble import EnsembleSpec
 from shardwright.layers.mixing import INTERACTIONS, InteractionBuilder
+from shardwright.layers.mlp import MLPForm
 from shardwright.layers.moe import MoESpec
 from shardwright.models.autoint import AutoInt
 from shardwright.models.dcn import DCN
@@ -29,7 +31,7 @@ from shardwright.spec.workload import Feature, Growth, Table
 
 class ClickSource(Protocol):
     """Interface of a click source: (name, rows, is multi-hot) of each feature; number of numeric features. It may have
-    `growth`: how tables grow, by feature."""
+    `growth`: how tables grow, by feature; and `base_rate`: the mean of its labels."""
 
     @property
     def features(self) -> Sequence[tuple[str, int, bool]]: ...
@@ -38,44 +40,62 @@ class ClickSource(Protocol):
     def num_dense(self) -> int: ...
 
 
-def embedding_bags(
-    source: ClickSource, optimizer: SparseOptimizer, *dims: int, init: float | None = None
-) -> EmbeddingBags:
-    """A table per feature for each of `dims`, reading the same ids; multi-hot features are averaged."""
-    tables, features = [], []
-    growth: Mapping[str, Growth] = getattr(source, "growth", {})
-    for index, dim in enumerate(dims):
-        for name, rows, multi_hot in source.features:
-            table_name = name if index == 0 else f"{name}_{index}"
-            tables.append(Table(table_name, rows, dim, init=init, growth=growth.get(name)))
-            features.append(Feature(table_name, table_name, "mean" if multi_hot else "sum", ids=name))
-    return EmbeddingBags(tables, features, optimizer)
+@dataclass(frozen=True, slots=True)
+class ClickInputs:
+    """What a click model is built for: the features of a source, and the optimizer of their tables."""
+
+    source: ClickSource
+    optimizer: SparseOptimizer
+
+    def embedding_bags(self, *dims: int, init: float | None = None) -> EmbeddingBags:
+        """A table per feature for each of `dims`, reading the same ids; multi-hot features are averaged."""
+        tables, features = [], []
+        growth: Mapping[str, Growth] = getattr(self.source, "growth", {})
+        for index, dim in enumerate(dims):
+            for name, rows, multi_hot in self.source.features:
+                table_name = name if index == 0 else f"{name}_{index}"
+                tables.append(Table(table_name, rows, dim, init=init, growth=growth.get(name)))
+                features.append(Feature(table_name, table_name, "mean" if multi_hot else "sum", ids=name))
+        return EmbeddingBags(tables, features, self.optimizer)
+
+    def form(self, mlp: Mapping[str, Any]) -> MLPForm:
+        """The form of MLPs from a recipe's section [model.mlp]; the output begins at the source's base rate."""
+        form, rate = fill_dataclass("model.mlp", MLPForm, mlp), getattr(self.source, "base_rate", None)
+        if form.output_bias is not None or rate is None or not 0 < rate < 1:
+            return form
+        return replace(form, output_bias=math.log(rate / (1 - rate)))
 
 
-def logistic(source: ClickSource, optimizer: SparseOptimizer, *, init: float | None = None) -> nn.Module:
-    return LogisticRegression(embedding_bags(source, optimizer, 1, init=init), source.num_dense)
+def logistic(inputs: ClickInputs, *, init: float | None = None) -> nn.Module:
+    return LogisticRegression(
+        inputs.embedding_bags(1, init=init), inputs.source.num_dense, form=inputs.form(MappingProxyType({}))
+    )
 
 
 def dlrm(
-    source: ClickSource,
-    optimizer: SparseOptimizer,
+    inputs: ClickInputs,
     *,
     dim: int,
     bottom: list[int],
     top: list[int],
     experts: Mapping[str, Any] = MappingProxyType({}),
     init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
     """DLRM; with `experts`, the arguments of `MoESpec`, the top MLP has mixture-of-experts layers."""
     mixture = fill_dataclass("model.experts", MoESpec, experts) if experts else None
     return DLRM(
-        embedding_bags(source, optimizer, dim, init=init), source.num_dense, bottom=bottom, top=top, mixture=mixture
+        inputs.embedding_bags(dim, init=init),
+        inputs.source.num_dense,
+        bottom=bottom,
+        top=top,
+        mixture=mixture,
+        form=inputs.form(mlp),
     )
 
 
 def dlrm_moe(
-    source: ClickSource,
-    optimizer: SparseOptimizer,
+    inputs: ClickInputs,
     *,
     dim: int,
     bottom: list[int],
@@ -83,15 +103,15 @@ def dlrm_moe(
     num_experts: int,
     num_chosen: int,
     init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
     """DLRM whose top MLP has mixture-of-experts layers, without auxiliary losses."""
     experts = {"num_experts": num_experts, "num_chosen": num_chosen}
-    return dlrm(source, optimizer, dim=dim, bottom=bottom, top=top, experts=experts, init=init)
+    return dlrm(inputs, dim=dim, bottom=bottom, top=top, experts=experts, init=init, mlp=mlp)
 
 
 def dhen(
-    source: ClickSource,
-    optimizer: SparseOptimizer,
+    inputs: ClickInputs,
     *,
     dim: int,
     bottom: list[int],
@@ -99,6 +119,7 @@ def dhen(
     modules: list,
     stack: Mapping[str, Any] = MappingProxyType({}),
     init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
     """DHEN; `modules` is one list for every layer, or a list of lists, one per layer.
 
@@ -106,7 +127,12 @@ def dhen(
     """
     layers = ensemble_specs(modules, **stack)
     return DHEN(
-        embedding_bags(source, optimizer, dim, init=init), source.num_dense, bottom=bottom, top=top, layers=layers
+        inputs.embedding_bags(dim, init=init),
+        inputs.source.num_dense,
+        bottom=bottom,
+        top=top,
+        layers=layers,
+        form=inputs.form(mlp),
     )
 
 
@@ -157,33 +183,44 @@ def _resolve_named(options: dict[str, Any]) -> InteractionBuilder:
 
 
 def wide_deep(
-    source: ClickSource, optimizer: SparseOptimizer, *, dim: int, hidden: list[int], init: float | None = None
+    inputs: ClickInputs,
+    *,
+    dim: int,
+    hidden: list[int],
+    init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
-    return WideDeep(embedding_bags(source, optimizer, dim, 1, init=init), source.num_dense, hidden=hidden)
+    sparse = inputs.embedding_bags(dim, 1, init=init)
+    return WideDeep(sparse, inputs.source.num_dense, hidden=hidden, form=inputs.form(mlp))
 
 
 def deepfm(
-    source: ClickSource, optimizer: SparseOptimizer, *, dim: int, hidden: list[int], init: float | None = None
+    inputs: ClickInputs,
+    *,
+    dim: int,
+    hidden: list[int],
+    init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
-    return DeepFM(embedding_bags(source, optimizer, dim, 1, init=init), source.num_dense, hidden=hidden)
+    sparse = inputs.embedding_bags(dim, 1, init=init)
+    return DeepFM(sparse, inputs.source.num_dense, hidden=hidden, form=inputs.form(mlp))
 
 
 def dcn(
-    source: ClickSource,
-    optimizer: SparseOptimizer,
+    inputs: ClickInputs,
     *,
     dim: int,
     num_cross: int,
     hidden: list[int],
     init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
-    sparse = embedding_bags(source, optimizer, dim, init=init)
-    return DCN(sparse, source.num_dense, num_cross=num_cross, hidden=hidden)
+    sparse = inputs.embedding_bags(dim, init=init)
+    return DCN(sparse, inputs.source.num_dense, num_cross=num_cross, hidden=hidden, form=inputs.form(mlp))
 
 
 def dcn_v2(
-    source: ClickSource,
-    optimizer: SparseOptimizer,
+    inputs: ClickInputs,
     *,
     dim: int,
     num_cross: int,
@@ -191,35 +228,38 @@ def dcn_v2(
     rank: int = 0,
     stacked: bool = False,
     init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
-    sparse = embedding_bags(source, optimizer, dim, init=init)
-    return DCN(sparse, source.num_dense, hidden=hidden, num_cross=num_cross, v2=True, rank=rank, stacked=stacked)
+    sparse = inputs.embedding_bags(dim, init=init)
+    return DCN(
+        sparse,
+        inputs.source.num_dense,
+        hidden=hidden,
+        num_cross=num_cross,
+        v2=True,
+        rank=rank,
+        stacked=stacked,
+        form=inputs.form(mlp),
+    )
 
 
-def het_wide_deep(
-    source: ClickSource, optimizer: SparseOptimizer, *, dim: int, hidden: list[int], init: float | None = None
-) -> nn.Module:
-    sparse = embedding_bags(source, optimizer, dim, init=init)
-    return HetModel(sparse, HetWideDeep(sparse.dims, source.num_dense, hidden))
+def het_wide_deep(inputs: ClickInputs, *, dim: int, hidden: list[int], init: float | None = None) -> nn.Module:
+    sparse = inputs.embedding_bags(dim, init=init)
+    return HetModel(sparse, HetWideDeep(sparse.dims, inputs.source.num_dense, hidden))
 
 
-def het_deepfm(
-    source: ClickSource, optimizer: SparseOptimizer, *, dim: int, hidden: list[int], init: float | None = None
-) -> nn.Module:
-    sparse = embedding_bags(source, optimizer, dim, 1, init=init)
-    return HetModel(sparse, HetDeepFM(sparse.dims, source.num_dense, hidden))
+def het_deepfm(inputs: ClickInputs, *, dim: int, hidden: list[int], init: float | None = None) -> nn.Module:
+    sparse = inputs.embedding_bags(dim, 1, init=init)
+    return HetModel(sparse, HetDeepFM(sparse.dims, inputs.source.num_dense, hidden))
 
 
-def het_dcn(
-    source: ClickSource, optimizer: SparseOptimizer, *, dim: int, hidden: list[int], init: float | None = None
-) -> nn.Module:
-    sparse = embedding_bags(source, optimizer, dim, init=init)
-    return HetModel(sparse, HetDCN(sparse.dims, source.num_dense, hidden))
+def het_dcn(inputs: ClickInputs, *, dim: int, hidden: list[int], init: float | None = None) -> nn.Module:
+    sparse = inputs.embedding_bags(dim, init=init)
+    return HetModel(sparse, HetDCN(sparse.dims, inputs.source.num_dense, hidden))
 
 
 def autoint(
-    source: ClickSource,
-    optimizer: SparseOptimizer,
+    inputs: ClickInputs,
     *,
     dim: int,
     num_layers: int,
@@ -227,14 +267,16 @@ def autoint(
     head_dim: int,
     hidden: list[int] | None = None,
     init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
     return AutoInt(
-        embedding_bags(source, optimizer, dim, init=init),
-        source.num_dense,
+        inputs.embedding_bags(dim, init=init),
+        inputs.source.num_dense,
         num_layers=num_layers,
         num_heads=num_heads,
         head_dim=head_dim,
         hidden=hidden or (),
+        form=inputs.form(mlp),
     )
 
 

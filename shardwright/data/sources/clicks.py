@@ -100,6 +100,11 @@ class ClickLog:
         return self.transforms.features
 
     @property
+    def base_rate(self) -> float:
+        """The mean label of the training split."""
+        return self.training_statistics.base_rate
+
+    @property
     def growth(self) -> dict[str, Growth]:
         """How tables grow, by feature."""
         return self.transforms.growth
