@@ -40,7 +40,7 @@ class MLPForm:
     def __post_init__(self) -> None:
         for key, name, allowed in (("activation", self.activation, ACTIVATIONS), ("norm", self.norm, NORMS)):
             if name not in allowed:
-                hint = did_you_mean(name, allowed) or f"; allowed: {', '.join(allowed)}"
+                hint = did_you_mean(name, allowed) or f"; allowed: {', '.join(sorted(allowed))}"
                 raise UserError(f'{key}="{name}" is unknown{hint}')
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout={self.dropout}; wanted at least 0, less than 1")
