@@ -50,12 +50,16 @@ class Jagged:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch of samples: id features, numeric features, labels by name, weights by sample."""
+    """One batch of samples: id features, numeric features, labels by name, weights by sample.
+
+    `start`: the place of its first sample in the global batch; None: not known.
+    """
 
     features: Jagged
     dense: Tensor | None  # (B, any)
     labels: dict[str, Tensor]
     weights: Tensor | None = None  # (B,)
+    start: int | None = None
 
     @property
     def batch_size(self) -> int:
@@ -78,6 +82,7 @@ class Batch:
             None if self.dense is None else change(self.dense),
             {name: change(label) for name, label in self.labels.items()},
             None if self.weights is None else change(self.weights),
+            self.start,
         )
 
     def narrow(self, start: int, stop: int) -> "Batch":
@@ -87,6 +92,7 @@ class Batch:
             None if self.dense is None else self.dense[start:stop],
             {name: label[start:stop] for name, label in self.labels.items()},
             None if self.weights is None else self.weights[start:stop],
+            None if self.start is None else self.start + start,
         )
 
 

@@ -104,16 +104,17 @@ class NumericEmbedding(nn.Module):
 
 
 class NumericLinear(nn.Module):
-    """One weight per numeric feature, and a bias: (B, N) -> (B,)."""
+    """One weight per numeric feature, and a bias, which begins at `start`: (B, N) -> (B,)."""
 
-    def __init__(self, num_dense: int) -> None:
+    def __init__(self, num_dense: int, start: float = 0.0) -> None:
         super().__init__()
+        self.start = start
         self.weight = nn.Parameter(torch.empty(num_dense))
         self.bias = nn.Parameter(torch.empty(()))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.zeros_(self.bias)
+        nn.init.constant_(self.bias, self.start)
         if self.weight.numel():
             nn.init.zeros_(self.weight)
 

@@ -217,19 +217,19 @@ class MoE(nn.Module):
 
 
 class MoEMLP(nn.Module):
-    """Mixtures of linear experts, each followed by ReLU, then a linear layer.
+    """Mixtures of linear experts, each followed by ReLU, then the linear layer `last`.
 
     If the gates have auxiliary losses, training returns a pair: the output, and a penalty for each sample.
     """
 
-    def __init__(self, in_features: int, widths: Sequence[int], out_features: int, mixture: MoESpec) -> None:
+    def __init__(self, in_features: int, widths: Sequence[int], last: nn.Linear, mixture: MoESpec) -> None:
         super().__init__()
         sizes = (in_features, *widths)
         self.layers = nn.ModuleList(
             MoE(TopKGate(channels, **asdict(mixture)), LinearExperts(mixture.num_experts, channels, width))
             for channels, width in pairwise(sizes)
         )
-        self.last = nn.Linear(sizes[-1], out_features)
+        self.last = last
         self.has_penalty = bool(widths) and (mixture.balance > 0 or mixture.z > 0)
 
     def forward(self, x_BC: Tensor) -> Tensor | tuple[Tensor, Tensor]:

@@ -91,7 +91,8 @@ def sparse_of(model: nn.Module) -> EmbeddingTables | None:
 def block_names(model: nn.Module) -> tuple[str, ...]:
     """Names of the blocks by which a model is counted and sharded.
 
-    They are the children, and the members of `blocks`, of `dense`; of the model itself if it has `blocks` or no tables.
+    They are the children of `dense`, or of the model itself if it has `blocks` or no tables. Of a ModuleList, which is
+    never called, they are the members.
     """
     if isinstance(getattr(model, "blocks", None), nn.ModuleList):
         parent, prefix = model, ""
@@ -100,7 +101,7 @@ def block_names(model: nn.Module) -> tuple[str, ...]:
         parent = model.get_submodule(prefix)
     names = []
     for name, child in parent.named_children():
-        if name == "blocks" and isinstance(child, nn.ModuleList):
+        if isinstance(child, nn.ModuleList):
             names += [f"{prefix}.{name}.{index}" if prefix else f"{name}.{index}" for index in range(len(child))]
         elif name != "loss":
             names.append(f"{prefix}.{name}" if prefix else name)

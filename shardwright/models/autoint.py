@@ -7,6 +7,7 @@ Shape legend: B samples, F features, D columns.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.interaction import FieldAttention, NumericEmbedding
 from shardwright.layers.loss import BinaryLoss
-from shardwright.layers.mlp import MLP
+from shardwright.layers.mlp import PLAIN, MLPForm, logit_mlp
 
 
 class AutoInt(nn.Module):
@@ -30,12 +31,13 @@ class AutoInt(nn.Module):
         num_heads: int,
         head_dim: int,
         hidden: Sequence[int] = (),
+        form: MLPForm = PLAIN,
     ) -> None:
         super().__init__()
         dims = [sparse.dims[0]] + [num_heads * head_dim] * num_layers
         layers = [FieldAttention(dim, num_heads=num_heads, head_dim=head_dim) for dim in dims[:-1]]
         self.sparse = sparse
-        self.dense = AutoIntDense(dims, len(sparse.features) + num_dense, num_dense, layers, hidden)
+        self.dense = AutoIntDense(dims, len(sparse.features) + num_dense, num_dense, layers, hidden, form)
         self.loss = BinaryLoss()
 
     def forward(self, batch: Batch) -> Tensor:
@@ -52,12 +54,13 @@ class AutoIntDense(nn.Module):
         num_dense: int,
         layers: Sequence[FieldAttention],
         hidden: Sequence[int],
+        form: MLPForm,
     ) -> None:
         super().__init__()
         self.numbers = NumericEmbedding(num_dense, dims[0])
         self.layers = nn.ModuleList(layers)
-        self.head = nn.Linear(num_fields * dims[-1], 1)
-        self.deep = MLP(num_fields * dims[0], (*hidden, 1), activate_last=False) if hidden else None
+        self.head = form.output(num_fields * dims[-1])
+        self.deep = logit_mlp(num_fields * dims[0], hidden, replace(form, output_bias=None)) if hidden else None
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         first_BFD = x_BFD = torch.cat([self.numbers(batch.numbers), vectors.stacked()], dim=1)

@@ -1,22 +1,22 @@
 """Click-through-rate models by the names that recipes use, built for the features of a source."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from inspect import signature
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from shardwright.config import fill_dataclass, resolve_name
 from shardwright.errors import UserError, did_you_mean
-from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.ensemble import EnsembleSpec
 from shardwright.layers.in_batch_softmax import SoftmaxSpec
 from shardwright.layers.mixing import INTERACTIONS, InteractionBuilder
 from shardwright.layers.moe import MoESpec
 from shardwright.models.autoint import AutoInt
+from shardwright.models.click_inputs import ClickInputs
 from shardwright.models.dcn import DCN
 from shardwright.models.deepfm import DeepFM
 from shardwright.models.dhen import DHEN
@@ -25,71 +25,38 @@ from shardwright.models.het import HetDCN, HetDeepFM, HetModel, HetWideDeep
 from shardwright.models.logistic import LogisticRegression
 from shardwright.models.two_tower import make_two_tower
 from shardwright.models.wide_deep import WideDeep
-from shardwright.spec.optimizer import SparseOptimizer
-from shardwright.spec.workload import Feature, Growth, Table
 
 
-class ClickSource(Protocol):
-    """Interface of a click source: (name, rows, is multi-hot) of each feature; number of numeric features. It may have
-    `growth`: how tables grow, by feature; `histories`: the feature whose ids a history has, by history; `sides`: the
-    history of a side feature."""
-
-    @property
-    def features(self) -> Sequence[tuple[str, int, bool]]: ...
-
-    @property
-    def num_dense(self) -> int: ...
-
-
-def embedding_bags(
-    source: ClickSource,
-    optimizer: SparseOptimizer,
-    *dims: int,
-    init: float | None = None,
-    sequences: Collection[str] = (),
-) -> EmbeddingBags:
-    """A table per feature for each of `dims`, reading the same ids; multi-hot features are averaged.
-
-    A history reads the table of the feature whose ids it has. Features in `sequences` are not pooled.
-    """
-    tables, features = [], []
-    growth: Mapping[str, Growth] = getattr(source, "growth", {})
-    histories: Mapping[str, str] = getattr(source, "histories", {})
-    for index, dim in enumerate(dims):
-        suffix = f"_{index}" if index else ""
-        for name, rows, multi_hot in source.features:
-            table_name = histories.get(name, name) + suffix
-            if name not in histories:
-                tables.append(Table(table_name, rows, dim, init=init, growth=growth.get(name)))
-            pooling = "none" if name in sequences else "mean" if multi_hot else "sum"
-            features.append(Feature(name + suffix, table_name, pooling, ids=name))
-    return EmbeddingBags(tables, features, optimizer)
-
-
-def logistic(source: ClickSource, optimizer: SparseOptimizer, *, init: float | None = None) -> nn.Module:
-    return LogisticRegression(embedding_bags(source, optimizer, 1, init=init), source.num_dense)
+def logistic(inputs: ClickInputs, *, init: float | None = None) -> nn.Module:
+    return LogisticRegression(
+        inputs.embedding_bags(1, init=init), inputs.source.num_dense, form=inputs.form(MappingProxyType({}))
+    )
 
 
 def dlrm(
-    source: ClickSource,
-    optimizer: SparseOptimizer,
+    inputs: ClickInputs,
     *,
     dim: int,
     bottom: list[int],
     top: list[int],
     experts: Mapping[str, Any] = MappingProxyType({}),
     init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
     """DLRM; with `experts`, the arguments of `MoESpec`, the top MLP has mixture-of-experts layers."""
     mixture = fill_dataclass("model.experts", MoESpec, experts) if experts else None
     return DLRM(
-        embedding_bags(source, optimizer, dim, init=init), source.num_dense, bottom=bottom, top=top, mixture=mixture
+        inputs.embedding_bags(dim, init=init),
+        inputs.source.num_dense,
+        bottom=bottom,
+        top=top,
+        mixture=mixture,
+        form=inputs.form(mlp),
     )
 
 
 def dlrm_moe(
-    source: ClickSource,
-    optimizer: SparseOptimizer,
+    inputs: ClickInputs,
     *,
     dim: int,
     bottom: list[int],
@@ -97,15 +64,15 @@ def dlrm_moe(
     num_experts: int,
     num_chosen: int,
     init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
     """DLRM whose top MLP has mixture-of-experts layers, without auxiliary losses."""
     experts = {"num_experts": num_experts, "num_chosen": num_chosen}
-    return dlrm(source, optimizer, dim=dim, bottom=bottom, top=top, experts=experts, init=init)
+    return dlrm(inputs, dim=dim, bottom=bottom, top=top, experts=experts, init=init, mlp=mlp)
 
 
 def dhen(
-    source: ClickSource,
-    optimizer: SparseOptimizer,
+    inputs: ClickInputs,
     *,
     dim: int,
     bottom: list[int],
@@ -113,6 +80,7 @@ def dhen(
     modules: list,
     stack: Mapping[str, Any] = MappingProxyType({}),
     init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
     """DHEN; `modules` is one list for every layer, or a list of lists, one per layer.
 
@@ -120,7 +88,12 @@ def dhen(
     """
     layers = ensemble_specs(modules, **stack)
     return DHEN(
-        embedding_bags(source, optimizer, dim, init=init), source.num_dense, bottom=bottom, top=top, layers=layers
+        inputs.embedding_bags(dim, init=init),
+        inputs.source.num_dense,
+        bottom=bottom,
+        top=top,
+        layers=layers,
+        form=inputs.form(mlp),
     )
 
 
@@ -171,33 +144,44 @@ def _resolve_named(options: dict[str, Any]) -> InteractionBuilder:
 
 
 def wide_deep(
-    source: ClickSource, optimizer: SparseOptimizer, *, dim: int, hidden: list[int], init: float | None = None
+    inputs: ClickInputs,
+    *,
+    dim: int,
+    hidden: list[int],
+    init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
-    return WideDeep(embedding_bags(source, optimizer, dim, 1, init=init), source.num_dense, hidden=hidden)
+    sparse = inputs.embedding_bags(dim, 1, init=init)
+    return WideDeep(sparse, inputs.source.num_dense, hidden=hidden, form=inputs.form(mlp))
 
 
 def deepfm(
-    source: ClickSource, optimizer: SparseOptimizer, *, dim: int, hidden: list[int], init: float | None = None
+    inputs: ClickInputs,
+    *,
+    dim: int,
+    hidden: list[int],
+    init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
-    return DeepFM(embedding_bags(source, optimizer, dim, 1, init=init), source.num_dense, hidden=hidden)
+    sparse = inputs.embedding_bags(dim, 1, init=init)
+    return DeepFM(sparse, inputs.source.num_dense, hidden=hidden, form=inputs.form(mlp))
 
 
 def dcn(
-    source: ClickSource,
-    optimizer: SparseOptimizer,
+    inputs: ClickInputs,
     *,
     dim: int,
     num_cross: int,
     hidden: list[int],
     init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
-    sparse = embedding_bags(source, optimizer, dim, init=init)
-    return DCN(sparse, source.num_dense, num_cross=num_cross, hidden=hidden)
+    sparse = inputs.embedding_bags(dim, init=init)
+    return DCN(sparse, inputs.source.num_dense, num_cross=num_cross, hidden=hidden, form=inputs.form(mlp))
 
 
 def dcn_v2(
-    source: ClickSource,
-    optimizer: SparseOptimizer,
+    inputs: ClickInputs,
     *,
     dim: int,
     num_cross: int,
@@ -205,35 +189,38 @@ def dcn_v2(
     rank: int = 0,
     stacked: bool = False,
     init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
-    sparse = embedding_bags(source, optimizer, dim, init=init)
-    return DCN(sparse, source.num_dense, hidden=hidden, num_cross=num_cross, v2=True, rank=rank, stacked=stacked)
+    sparse = inputs.embedding_bags(dim, init=init)
+    return DCN(
+        sparse,
+        inputs.source.num_dense,
+        hidden=hidden,
+        num_cross=num_cross,
+        v2=True,
+        rank=rank,
+        stacked=stacked,
+        form=inputs.form(mlp),
+    )
 
 
-def het_wide_deep(
-    source: ClickSource, optimizer: SparseOptimizer, *, dim: int, hidden: list[int], init: float | None = None
-) -> nn.Module:
-    sparse = embedding_bags(source, optimizer, dim, init=init)
-    return HetModel(sparse, HetWideDeep(sparse.dims, source.num_dense, hidden))
+def het_wide_deep(inputs: ClickInputs, *, dim: int, hidden: list[int], init: float | None = None) -> nn.Module:
+    sparse = inputs.embedding_bags(dim, init=init)
+    return HetModel(sparse, HetWideDeep(sparse.dims, inputs.source.num_dense, hidden))
 
 
-def het_deepfm(
-    source: ClickSource, optimizer: SparseOptimizer, *, dim: int, hidden: list[int], init: float | None = None
-) -> nn.Module:
-    sparse = embedding_bags(source, optimizer, dim, 1, init=init)
-    return HetModel(sparse, HetDeepFM(sparse.dims, source.num_dense, hidden))
+def het_deepfm(inputs: ClickInputs, *, dim: int, hidden: list[int], init: float | None = None) -> nn.Module:
+    sparse = inputs.embedding_bags(dim, 1, init=init)
+    return HetModel(sparse, HetDeepFM(sparse.dims, inputs.source.num_dense, hidden))
 
 
-def het_dcn(
-    source: ClickSource, optimizer: SparseOptimizer, *, dim: int, hidden: list[int], init: float | None = None
-) -> nn.Module:
-    sparse = embedding_bags(source, optimizer, dim, init=init)
-    return HetModel(sparse, HetDCN(sparse.dims, source.num_dense, hidden))
+def het_dcn(inputs: ClickInputs, *, dim: int, hidden: list[int], init: float | None = None) -> nn.Module:
+    sparse = inputs.embedding_bags(dim, init=init)
+    return HetModel(sparse, HetDCN(sparse.dims, inputs.source.num_dense, hidden))
 
 
 def autoint(
-    source: ClickSource,
-    optimizer: SparseOptimizer,
+    inputs: ClickInputs,
     *,
     dim: int,
     num_layers: int,
@@ -241,20 +228,21 @@ def autoint(
     head_dim: int,
     hidden: list[int] | None = None,
     init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
     return AutoInt(
-        embedding_bags(source, optimizer, dim, init=init),
-        source.num_dense,
+        inputs.embedding_bags(dim, init=init),
+        inputs.source.num_dense,
         num_layers=num_layers,
         num_heads=num_heads,
         head_dim=head_dim,
         hidden=hidden or (),
+        form=inputs.form(mlp),
     )
 
 
 def two_tower(
-    source: ClickSource,
-    optimizer: SparseOptimizer,
+    inputs: ClickInputs,
     *,
     dim: int,
     user: list[str],
@@ -265,7 +253,7 @@ def two_tower(
 ) -> nn.Module:
     """Two towers; `user`, `item`: features of each, the id first; `softmax`: the arguments of `SoftmaxSpec`."""
     spec = fill_dataclass("model.softmax", SoftmaxSpec, softmax)
-    return make_two_tower(source, embedding_bags(source, optimizer, dim, init=init), user, item, hidden, spec)
+    return make_two_tower(inputs.source, inputs.embedding_bags(dim, init=init), user, item, hidden, spec)
 
 
 CTR_MODELS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(

@@ -15,7 +15,7 @@ from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.interaction import Cross, CrossV2
 from shardwright.layers.loss import BinaryLoss
-from shardwright.layers.mlp import MLP
+from shardwright.layers.mlp import MLP, PLAIN, MLPForm
 
 
 class DCN(nn.Module):
@@ -31,12 +31,13 @@ class DCN(nn.Module):
         v2: bool = False,
         rank: int = 0,
         stacked: bool = False,
+        form: MLPForm = PLAIN,
     ) -> None:
         super().__init__()
         width = num_dense + sum(sparse.dims)
         crosses = [CrossV2(width, rank=rank) if v2 else Cross(width) for _ in range(num_cross)]
         self.sparse = sparse
-        self.dense = DCNDense(width, crosses, hidden, stacked)
+        self.dense = DCNDense(width, crosses, hidden, stacked, form)
         self.loss = BinaryLoss()
 
     def forward(self, batch: Batch) -> Tensor:
@@ -46,13 +47,15 @@ class DCN(nn.Module):
 class DCNDense(nn.Module):
     """The dense model of DCN."""
 
-    def __init__(self, width: int, crosses: Sequence[nn.Module], hidden: Sequence[int], stacked: bool) -> None:
+    def __init__(
+        self, width: int, crosses: Sequence[nn.Module], hidden: Sequence[int], stacked: bool, form: MLPForm
+    ) -> None:
         super().__init__()
         self.stacked = stacked
         self.crosses = nn.ModuleList(crosses)
-        self.deep = MLP(width, hidden)
+        self.deep = MLP(width, hidden, form=form)
         last = hidden[-1] if hidden else width
-        self.head = nn.Linear(last if stacked else width + last, 1)
+        self.head = form.output(last if stacked else width + last)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         first_BW = x_BW = torch.cat([batch.numbers, vectors.pooled_BD], dim=1)

@@ -15,16 +15,16 @@ from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.interaction import FactorizationMachine, NumericEmbedding, NumericLinear, num_deep_columns
 from shardwright.layers.loss import BinaryLoss
-from shardwright.layers.mlp import MLP
+from shardwright.layers.mlp import PLAIN, MLPForm, logit_mlp
 
 
 class DeepFM(nn.Module):
     """Every feature has a vector and a weight; the weight is in a table of dim 1 that reads the same ids."""
 
-    def __init__(self, sparse: EmbeddingBags, num_dense: int, *, hidden: Sequence[int]) -> None:
+    def __init__(self, sparse: EmbeddingBags, num_dense: int, *, hidden: Sequence[int], form: MLPForm = PLAIN) -> None:
         super().__init__()
         self.sparse = sparse
-        self.dense = DeepFMDense(sparse.dims, num_dense, hidden)
+        self.dense = DeepFMDense(sparse.dims, num_dense, hidden, form)
         self.loss = BinaryLoss()
 
     def forward(self, batch: Batch) -> Tensor:
@@ -34,13 +34,13 @@ class DeepFM(nn.Module):
 class DeepFMDense(nn.Module):
     """The dense model of DeepFM."""
 
-    def __init__(self, dims: tuple[int, ...], num_dense: int, hidden: Sequence[int]) -> None:
+    def __init__(self, dims: tuple[int, ...], num_dense: int, hidden: Sequence[int], form: MLPForm) -> None:
         super().__init__()
         self.dim, self.deep_columns = dims[0], num_deep_columns(dims)
         self.first_order = NumericLinear(num_dense)
         self.numbers = NumericEmbedding(num_dense, self.dim)
         self.second_order = FactorizationMachine()
-        self.deep = MLP(self.deep_columns + num_dense * self.dim, (*hidden, 1), activate_last=False)
+        self.deep = logit_mlp(self.deep_columns + num_dense * self.dim, hidden, form)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         deep_BW, wide_BF = vectors.pooled_BD.tensor_split([self.deep_columns], dim=1)

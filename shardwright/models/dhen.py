@@ -17,7 +17,7 @@ from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.ensemble import EnsembleLayer, EnsembleSpec
 from shardwright.layers.loss import BinaryLoss
-from shardwright.layers.mlp import MLP
+from shardwright.layers.mlp import MLP, PLAIN, MLPForm, logit_mlp
 from shardwright.models.dlrm import common_dim
 
 
@@ -36,11 +36,13 @@ class DHEN(nn.Module):
         bottom: Sequence[int],
         top: Sequence[int],
         layers: Sequence[EnsembleSpec],
+        form: MLPForm = PLAIN,
     ) -> None:
         super().__init__()
         dim = common_dim("DHEN", sparse, num_dense, bottom)
         self.sparse = sparse
-        self.dense = DHENDense(len(sparse.features), num_dense, bottom if num_dense else (dim,), top, layers)
+        bottom = bottom if num_dense else (dim,)
+        self.dense = DHENDense(len(sparse.features), num_dense, bottom, top, layers, form)
         self.loss = BinaryLoss()
 
     def forward(self, batch: Batch) -> Tensor:
@@ -57,10 +59,11 @@ class DHENDense(nn.Module):
         bottom: Sequence[int],
         top: Sequence[int],
         layers: Sequence[EnsembleSpec],
+        form: MLPForm = PLAIN,
     ) -> None:
         super().__init__()
         dim, num = bottom[-1], num_features + bool(num_dense)
-        self.bottom = MLP(num_dense, bottom) if num_dense else None
+        self.bottom = MLP(num_dense, bottom, form=form) if num_dense else None
         self.blocks = nn.ModuleList()
         for index, spec in enumerate(layers):
             try:
@@ -69,7 +72,7 @@ class DHENDense(nn.Module):
                 raise UserError(f"DHEN, layer {index + 1} of {len(layers)}: {error}") from None
             self.blocks.append(block)
             num = block.num_out
-        self.head = MLP(num * dim, (*top, 1), activate_last=False)
+        self.head = logit_mlp(num * dim, top, form)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         x_BMD = vectors.stacked()

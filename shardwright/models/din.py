@@ -6,8 +6,9 @@ one table. With pooling by mean instead of attention the model is its baseline, 
 Shape legend: B samples, D columns.
 """
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,10 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.loss import BinaryLoss
-from shardwright.layers.mlp import MLP
+from shardwright.layers.mlp import PLAIN, MLPForm, logit_mlp
 from shardwright.layers.target_attention import TargetAttention
-from shardwright.models.ctr import ClickSource, embedding_bags
+from shardwright.models.click_inputs import ClickInputs
 from shardwright.models.history_fields import HistoryFields, aligned_features, find_histories
-from shardwright.spec.optimizer import SparseOptimizer
 
 Pooling = Literal["attention", "mean"]
 
@@ -37,11 +37,12 @@ class DIN(nn.Module):
         attention: Sequence[int],
         hidden: Sequence[int],
         normalize: bool = False,
+        form: MLPForm = PLAIN,
     ) -> None:
         super().__init__()
         self.aligned = aligned_features(histories)
         self.sparse = sparse
-        self.dense = DINDense(sparse, num_dense, histories, attention, hidden, normalize)
+        self.dense = DINDense(sparse, num_dense, histories, attention, hidden, normalize, form)
         self.loss = BinaryLoss()
 
     def forward(self, batch: Batch) -> Tensor:
@@ -59,6 +60,7 @@ class DINDense(nn.Module):
         attention: Sequence[int],
         hidden: Sequence[int],
         normalize: bool,
+        form: MLPForm,
     ) -> None:
         super().__init__()
         self.histories = histories
@@ -66,7 +68,7 @@ class DINDense(nn.Module):
         self.blocks = nn.ModuleList(
             TargetAttention(len(fields.keys) * dim, attention, normalize=normalize) for fields in histories
         )
-        self.deep = MLP(num_dense + sum(sparse.dims), (*hidden, 1), activate_last=False)
+        self.deep = logit_mlp(num_dense + sum(sparse.dims), hidden, form)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         attended = [
@@ -77,8 +79,7 @@ class DINDense(nn.Module):
 
 
 def din(
-    source: ClickSource,
-    optimizer: SparseOptimizer,
+    inputs: ClickInputs,
     *,
     dim: int,
     attention: list[int],
@@ -86,9 +87,10 @@ def din(
     pooling: Pooling = "attention",
     normalize: bool = False,
     init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
     """DIN for the histories of a source."""
-    histories = find_histories(source, "din")
+    histories = find_histories(inputs.source, "din")
     if pooling not in ("attention", "mean"):
         raise UserError(f'model.pooling="{pooling}"; allowed: attention, mean')
     if pooling == "mean":
@@ -96,5 +98,13 @@ def din(
             raise UserError("model.normalize=true with model.pooling=mean, which has no weights; drop one of the two")
         histories = ()
     sequences = [key for fields in histories for key in fields.keys]
-    sparse = embedding_bags(source, optimizer, dim, init=init, sequences=sequences)
-    return DIN(sparse, source.num_dense, histories, attention=attention, hidden=hidden, normalize=normalize)
+    sparse = inputs.embedding_bags(dim, init=init, sequences=sequences)
+    return DIN(
+        sparse,
+        inputs.source.num_dense,
+        histories,
+        attention=attention,
+        hidden=hidden,
+        normalize=normalize,
+        form=inputs.form(mlp),
+    )

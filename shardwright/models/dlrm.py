@@ -15,7 +15,7 @@ from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.interaction import DotInteraction
 from shardwright.layers.loss import BinaryLoss
-from shardwright.layers.mlp import MLP
+from shardwright.layers.mlp import MLP, PLAIN, MLPForm, logit_mlp
 from shardwright.layers.moe import MoEMLP, MoESpec
 
 
@@ -34,11 +34,13 @@ class DLRM(nn.Module):
         bottom: Sequence[int],
         top: Sequence[int],
         mixture: MoESpec | None = None,
+        form: MLPForm = PLAIN,
     ) -> None:
         super().__init__()
         dim = common_dim("DLRM", sparse, num_dense, bottom)
         self.sparse = sparse
-        self.dense = DLRMDense(len(sparse.features), num_dense, bottom if num_dense else (dim,), top, mixture)
+        bottom = bottom if num_dense else (dim,)
+        self.dense = DLRMDense(len(sparse.features), num_dense, bottom, top, mixture, form)
         self.loss = BinaryLoss()
 
     def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
@@ -70,12 +72,16 @@ class DLRMDense(nn.Module):
         bottom: Sequence[int],
         top: Sequence[int],
         mixture: MoESpec | None = None,
+        form: MLPForm = PLAIN,
     ) -> None:
         super().__init__()
-        self.bottom = MLP(num_dense, bottom) if num_dense else None
+        self.bottom = MLP(num_dense, bottom, form=form) if num_dense else None
         self.interaction = DotInteraction(num_features + bool(num_dense))
         width = bottom[-1] * bool(num_dense) + self.interaction.out_features
-        self.top = MoEMLP(width, top, 1, mixture) if mixture else MLP(width, (*top, 1), activate_last=False)
+        if mixture and form != MLPForm(output_bias=form.output_bias):
+            raise UserError("layers of experts are linear and ReLU: drop activation, norm and dropout of the MLPs")
+        last = form.output(top[-1] if top else width)
+        self.top = MoEMLP(width, top, last, mixture) if mixture else logit_mlp(width, top, form)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor | tuple[Tensor, Tensor]:
         out = self.top(self._interact(batch, vectors))

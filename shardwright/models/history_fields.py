@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Vectors
-from shardwright.models.ctr import ClickSource
+from shardwright.models.click_inputs import ClickSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ Shape legend: B samples, M positions of all sequences, C channels, D columns of 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,11 +19,10 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.loss import BinaryLoss
-from shardwright.layers.mlp import MLP
+from shardwright.layers.mlp import PLAIN, MLPForm, logit_mlp
 from shardwright.layers.sequence_encoder import SequenceLayer, append_targets
-from shardwright.models.ctr import ClickSource, embedding_bags
+from shardwright.models.click_inputs import ClickInputs
 from shardwright.models.history_fields import HistoryFields, aligned_features, find_histories
-from shardwright.spec.optimizer import SparseOptimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,12 @@ class HSTU(nn.Module):
         encoder: EncoderSpec,
         *,
         hidden: Sequence[int],
+        form: MLPForm = PLAIN,
     ) -> None:
         super().__init__()
         self.aligned = aligned_features((history,))
         self.sparse = sparse
-        self.dense = HSTUDense(sparse, num_dense, history, encoder, hidden)
+        self.dense = HSTUDense(sparse, num_dense, history, encoder, hidden, form)
         self.loss = BinaryLoss()
 
     def forward(self, batch: Batch) -> Tensor:
@@ -72,6 +73,7 @@ class HSTUDense(nn.Module):
         history: HistoryFields,
         encoder: EncoderSpec,
         hidden: Sequence[int],
+        form: MLPForm,
     ) -> None:
         super().__init__()
         self.history = history
@@ -87,7 +89,7 @@ class HSTUDense(nn.Module):
             for _ in range(encoder.num_layers)
         )
         self.norm = nn.LayerNorm(channels)
-        self.head = MLP(num_dense + pooled + channels, (*hidden, 1), activate_last=False)
+        self.head = logit_mlp(num_dense + pooled + channels, hidden, form)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         lengths_B, history = self.history.lengths(batch), self.history
@@ -100,19 +102,19 @@ class HSTUDense(nn.Module):
 
 
 def hstu(
-    source: ClickSource,
-    optimizer: SparseOptimizer,
+    inputs: ClickInputs,
     *,
     dim: int,
     encoder: Mapping[str, Any],
     hidden: list[int],
     init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
     """HSTU for the only history of a source; `encoder` has the arguments of `EncoderSpec`."""
     spec = fill_dataclass("model.encoder", EncoderSpec, encoder)
-    histories = find_histories(source, "hstu")
+    histories = find_histories(inputs.source, "hstu")
     if len(histories) > 1:
         names = ", ".join(fields.keys[0] for fields in histories)
         raise UserError(f"model.kind=hstu reads one history, and the data has {names}; keep one")
-    sparse = embedding_bags(source, optimizer, dim, init=init, sequences=histories[0].keys)
-    return HSTU(sparse, source.num_dense, histories[0], spec, hidden=hidden)
+    sparse = inputs.embedding_bags(dim, init=init, sequences=histories[0].keys)
+    return HSTU(sparse, inputs.source.num_dense, histories[0], spec, hidden=hidden, form=inputs.form(mlp))

@@ -15,14 +15,14 @@ from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.interaction import NumericLinear, num_deep_columns
 from shardwright.layers.loss import BinaryLoss
-from shardwright.layers.mlp import MLP
+from shardwright.layers.mlp import PLAIN, MLPForm, logit_mlp
 
 
 class WideDeep(nn.Module):
-    def __init__(self, sparse: EmbeddingBags, num_dense: int, *, hidden: Sequence[int]) -> None:
+    def __init__(self, sparse: EmbeddingBags, num_dense: int, *, hidden: Sequence[int], form: MLPForm = PLAIN) -> None:
         super().__init__()
         self.sparse = sparse
-        self.dense = WideDeepDense(sparse.dims, num_dense, hidden)
+        self.dense = WideDeepDense(sparse.dims, num_dense, hidden, form)
         self.loss = BinaryLoss()
 
     def forward(self, batch: Batch) -> Tensor:
@@ -32,11 +32,11 @@ class WideDeep(nn.Module):
 class WideDeepDense(nn.Module):
     """The dense model of Wide & Deep."""
 
-    def __init__(self, dims: tuple[int, ...], num_dense: int, hidden: Sequence[int]) -> None:
+    def __init__(self, dims: tuple[int, ...], num_dense: int, hidden: Sequence[int], form: MLPForm) -> None:
         super().__init__()
         self.deep_columns = num_deep_columns(dims)
         self.wide = NumericLinear(num_dense)
-        self.deep = MLP(num_dense + self.deep_columns, (*hidden, 1), activate_last=False)
+        self.deep = logit_mlp(num_dense + self.deep_columns, hidden, form)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         deep_BW, wide_BF = vectors.pooled_BD.tensor_split([self.deep_columns], dim=1)

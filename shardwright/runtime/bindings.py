@@ -85,7 +85,7 @@ class StepBindings:
         self.batches = BatchParts(())
         self._parts: Iterator[Batch] = iter(())
         self.outputs: deque[Output] = deque()
-        self.keyed_draws: Callable[[Call], AbstractContextManager[None]] = lambda _: nullcontext()
+        self.keyed_draws: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
         self.num_steps = 0
         self.prefetched = PrefetchedRows(model)
         self.inside_step = False  # whether micro-batches of an unfinished step have run
@@ -302,15 +302,15 @@ class StepBindings:
 
     def run_with_loss(self, call: Call, run: Callable[[], Any], batch: Batch, chunk: int = 0) -> tuple[Any, Tensor]:
         """The model's output and the loss."""
-        logits = self.run_dense(call, run, chunk)
+        logits = self.run_dense(call, run, chunk, batch if self.pipeline is None else None)
         with torch.set_grad_enabled(self.training):
             if self.autocast_dtype == torch.bfloat16:  # losses and metrics are computed in float32
                 logits = tree_map_only(Tensor, lambda x: x.float() if x.dtype == torch.bfloat16 else x, logits)
             loss = self._loss(logits, batch).clone()  # no view: `detach_` may free its graph
         return tree_map_only(Tensor, Tensor.detach, logits), loss
 
-    def run_dense(self, call: Call, run: Callable[[], Any], chunk: int = 0) -> Any:
-        """Run the dense model, or a chunk of it."""
+    def run_dense(self, call: Call, run: Callable[[], Any], chunk: int = 0, batch: Batch | None = None) -> Any:
+        """Run the dense model, or a chunk of it; `batch`: if all of it sees these samples."""
         if call.micro == 0 and chunk == 0 and self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         autocast = torch.autocast(
@@ -319,7 +319,7 @@ class StepBindings:
             enabled=self.autocast_dtype == torch.bfloat16,
             cache_enabled=not self.sharded_models,
         )
-        with torch.set_grad_enabled(self.training), autocast, self.keyed_draws(call):
+        with torch.set_grad_enabled(self.training), autocast, self.keyed_draws(call, batch):
             return run()
 
     def _loss(self, logits: Any, batch: Batch) -> Tensor:

@@ -34,6 +34,7 @@ from shardwright.planner.step.stages import has_host_reduce, with_gpu
 from shardwright.runtime import dense_layout
 from shardwright.runtime.accumulation import GradientAccumulation
 from shardwright.runtime.agreement import check_agreement
+from shardwright.runtime.batch_norms import share_batch_norms
 from shardwright.runtime.bindings import StepBindings
 from shardwright.runtime.dense_layout import DenseOptimizer, announced_axes, mesh_for
 from shardwright.runtime.job import Job
@@ -118,6 +119,7 @@ def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Jo
         place_tables(sparse, plan, mesh, options)
     parts = plan.pipeline.micro_batches if plan.pipeline is not None else 1
     draws = _key_draws(model, plan, mesh.rank, parts)
+    share_batch_norms(model, plan, mesh)
     layout = dense_layout.distribute_dense(model, plan, mesh)
     if layout.parameters and options.optimizer is None:
         raise UserError(

@@ -29,7 +29,7 @@ MIXTURE = MoESpec(5, 2, balance=0.1, z=0.01)
 def make_model(groups: int = 1) -> nn.Module:
     model = clicks.make_model(RowWiseAdaGrad(0.1))
     width, mixture = 8 + model.dense.interaction.out_features, replace(MIXTURE, groups=groups)
-    model.dense.top = MoEMLP(width, [16, 8], 1, mixture).double()
+    model.dense.top = MoEMLP(width, [16, 8], nn.Linear(8, 1), mixture).double()
     return model
 
 

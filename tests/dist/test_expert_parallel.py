@@ -235,7 +235,7 @@ def test_checkpoints_continue_under_any_split_of_the_experts(ranks, tmp_path, sa
 def make_click_model() -> nn.Module:
     """DLRM whose top MLP has mixtures of experts."""
     model = clicks.make_model(RowWiseAdaGrad(0.1))
-    model.dense.top = MoEMLP(8 + model.dense.interaction.out_features, [16, 8], 1, MoESpec(5, 2)).double()
+    model.dense.top = MoEMLP(8 + model.dense.interaction.out_features, [16, 8], nn.Linear(8, 1), MoESpec(5, 2)).double()
     return model
 
 

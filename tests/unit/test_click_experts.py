@@ -31,7 +31,9 @@ SMALL = (
 
 def model_with_experts(**losses: float) -> nn.Module:
     model = make_model(SGD(0.1))
-    model.dense.top = MoEMLP(8 + model.dense.interaction.out_features, [16, 8], 1, MoESpec(5, 2, **losses)).double()
+    model.dense.top = MoEMLP(
+        8 + model.dense.interaction.out_features, [16, 8], nn.Linear(8, 1), MoESpec(5, 2, **losses)
+    ).double()
     return model
 
 
@@ -152,7 +154,7 @@ def test_a_missing_key_is_named():
 def test_gates_learn_to_balance():
     """With the load-balancing loss alone, the busiest expert's share falls to almost that of even routing."""
     torch.manual_seed(0)
-    top = MoEMLP(8, [8], 1, MoESpec(4, 1, balance=1.0))
+    top = MoEMLP(8, [8], nn.Linear(8, 1), MoESpec(4, 1, balance=1.0))
     x = torch.randn(256, 8) + 1.0  # the mean of samples is in favour of some experts
     optimizer = torch.optim.Adam(top.parameters(), lr=0.02)
 

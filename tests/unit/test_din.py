@@ -12,6 +12,7 @@ from shardwright import config
 from shardwright.data.loading.loader import to_batch
 from shardwright.errors import UserError
 from shardwright.layers.target_attention import TargetAttention, segment_softmax, segment_sum
+from shardwright.models.click_inputs import ClickInputs
 from shardwright.models.din import DIN, din
 from shardwright.serving.predictor import Predictor
 from shardwright.spec.optimizer import SGD
@@ -65,7 +66,7 @@ def test_no_history_at_all():
 
 
 def test_din_equals_its_formula():
-    model = in_float64(din(Visits(), SGD(lr=0.1), **SMALL))
+    model = in_float64(din(ClickInputs(Visits(), SGD(lr=0.1)), **SMALL))
     batch = visits(0, 40)
     vectors, features = model.sparse(batch), batch.features.features
     lengths = batch.features.lengths[features.index("seen")].tolist()
@@ -79,7 +80,9 @@ def test_din_equals_its_formula():
 
 
 def test_pooling_by_mean_is_the_same_model_without_attention():
-    attended, pooled = (din(Visits(), SGD(lr=0.1), **SMALL, pooling=pooling) for pooling in ("attention", "mean"))
+    attended, pooled = (
+        din(ClickInputs(Visits(), SGD(lr=0.1)), **SMALL, pooling=pooling) for pooling in ("attention", "mean")
+    )
     assert attended.dense.deep.steps[0].weight.shape == pooled.dense.deep.steps[0].weight.shape
     assert not pooled.dense.blocks and {f.pooling for f in pooled.sparse.features} == {"sum", "mean"}
     assert pooled(visits(0, 9, dtype=torch.float32)).shape == (9,)
@@ -90,17 +93,17 @@ def test_errors_of_options():
         features, num_dense = (("item", 5, False),), 0
 
     with pytest.raises(UserError, match=r"model.kind=din reads histories, and the data has none; set data.history=50"):
-        din(NoHistories(), SGD(lr=0.1), **SMALL)
+        din(ClickInputs(NoHistories(), SGD(lr=0.1)), **SMALL)
     with pytest.raises(UserError, match='model.pooling="max"; allowed: attention, mean'):
-        din(Visits(), SGD(lr=0.1), **SMALL, pooling="max")  # pyright: ignore[reportArgumentType]
+        din(ClickInputs(Visits(), SGD(lr=0.1)), **SMALL, pooling="max")  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError, match="model.normalize=true with model.pooling=mean, which has no weights"):
-        din(Visits(), SGD(lr=0.1), **SMALL, pooling="mean", normalize=True)
+        din(ClickInputs(Visits(), SGD(lr=0.1)), **SMALL, pooling="mean", normalize=True)
 
 
 @pytest.mark.parametrize("count", [0, 40])
 def test_din_is_described_on_the_meta_device(count):
     """With and without any history in the batch."""
-    model = din(Visits(), SGD(lr=0.1), **SMALL)
+    model = din(ClickInputs(Visits(), SGD(lr=0.1)), **SMALL)
     batch = visits(0, 40, dtype=torch.float32)
     if not count:
         batch = to_batch(Visits().take(np.arange(0, 200, 5)))
@@ -122,4 +125,4 @@ def test_a_run_on_movielens_and_its_export(tmp_path, monkeypatch):
 
 def test_din_is_a_built_in_model():
     assert config.recipe_values("movielens-din")["data"]["history"] == 50
-    assert isinstance(din(Visits(), SGD(lr=0.1), **SMALL), DIN)
+    assert isinstance(din(ClickInputs(Visits(), SGD(lr=0.1)), **SMALL), DIN)

@@ -16,7 +16,7 @@ from shardwright.data.logs.click_log import open_log, open_movielens
 from shardwright.data.logs.schema import Schema
 from shardwright.data.sources.source import NumpyBatch
 from shardwright.errors import UserError
-from shardwright.models.ctr import embedding_bags
+from shardwright.models.click_inputs import ClickInputs
 from shardwright.spec.optimizer import SGD
 from shardwright.spec.workload import Feature
 
@@ -96,7 +96,7 @@ def test_a_history_has_the_ids_and_the_rows_of_the_item(ratings):
 
 def test_models_read_the_table_of_the_item(ratings):
     source = open_ratings(ratings[0], history=3)
-    sparse = embedding_bags(source, SGD(lr=0.1), 4, 1, sequences=("history",))
+    sparse = ClickInputs(source, SGD(lr=0.1)).embedding_bags(4, 1, sequences=("history",))
     assert [table.name for table in sparse.tables if "history" in table.name] == ["history_liked", "history_liked_1"]
     features = {feature.name: feature for feature in sparse.features}
     assert features["history"] == Feature("history", "movieId", "none", "history")

@@ -16,6 +16,7 @@ from shardwright.errors import UserError
 from shardwright.kernels import jagged_attention as kernel
 from shardwright.kernels.jagged_attention import jagged_attention
 from shardwright.layers.sequence_encoder import SequenceLayer, append_targets
+from shardwright.models.click_inputs import ClickInputs
 from shardwright.models.hstu import hstu
 from shardwright.spec.optimizer import SGD
 
@@ -100,7 +101,7 @@ def test_targets_follow_their_histories():
 
 
 def test_hstu_equals_its_formula_sample_by_sample():
-    model = in_float64(hstu(Visits(), SGD(lr=0.1), **SMALL))
+    model = in_float64(hstu(ClickInputs(Visits(), SGD(lr=0.1)), **SMALL))
     batch = visits(0, 30)
     expected = []
     for sample in range(30):
@@ -118,7 +119,7 @@ def test_hstu_equals_its_formula_sample_by_sample():
 
 @pytest.mark.parametrize("has_histories", [True, False])
 def test_hstu_is_described_on_the_meta_device(has_histories):
-    model = hstu(Visits(), SGD(lr=0.1), **SMALL)
+    model = hstu(ClickInputs(Visits(), SGD(lr=0.1)), **SMALL)
     batch = to_batch(Visits().take(np.arange(40) if has_histories else np.arange(0, 200, 5)))
     blocks = {block.name: block for block in sw.describe(model, batch).blocks}
     rows = int(batch.features.lengths[3].sum()) + 40
@@ -128,16 +129,16 @@ def test_hstu_is_described_on_the_meta_device(has_histories):
 
 def test_errors_of_options():
     with pytest.raises(UserError, match="model.encoder.head_dim is 0; wanted 1 or more"):
-        hstu(Visits(), SGD(lr=0.1), **SMALL | {"encoder": ENCODER | {"head_dim": 0}})
+        hstu(ClickInputs(Visits(), SGD(lr=0.1)), **SMALL | {"encoder": ENCODER | {"head_dim": 0}})
     with pytest.raises(UserError, match="model.encoder.heads is unknown"):
-        hstu(Visits(), SGD(lr=0.1), **SMALL | {"encoder": ENCODER | {"heads": 1}})
+        hstu(ClickInputs(Visits(), SGD(lr=0.1)), **SMALL | {"encoder": ENCODER | {"heads": 1}})
 
     class Two:
         features, num_dense = (("item", 5, False), ("seen", 5, True), ("bought", 5, True)), 0
         histories = {"seen": "item", "bought": "item"}  # noqa: RUF012
 
     with pytest.raises(UserError, match="model.kind=hstu reads one history, and the data has seen, bought"):
-        hstu(Two(), SGD(lr=0.1), **SMALL)
+        hstu(ClickInputs(Two(), SGD(lr=0.1)), **SMALL)
 
 
 def test_a_run_on_movielens_and_its_export(tmp_path, monkeypatch):

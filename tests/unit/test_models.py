@@ -20,6 +20,7 @@ from shardwright.layers.interaction import Cross, CrossV2, DotInteraction, Facto
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import sparse_of
 from shardwright.models.autoint import AutoInt
+from shardwright.models.click_inputs import ClickInputs
 from shardwright.models.ctr import CTR_MODELS
 from shardwright.models.dcn import DCN
 from shardwright.models.deepfm import DeepFM
@@ -105,7 +106,7 @@ SMALL_ARGUMENTS = {
 
 @pytest.mark.parametrize("kind", CTR_MODELS)
 def test_every_model_trains_without_numeric_features(kind):
-    model = CTR_MODELS[kind](NoNumbers(), SGD(lr=0.1), **SMALL_ARGUMENTS[kind])
+    model = CTR_MODELS[kind](ClickInputs(NoNumbers(), SGD(lr=0.1)), **SMALL_ARGUMENTS[kind])
     samples = replace(batch(), dense=torch.zeros(16, 0))
     job = build(model, plan_for(model, samples), optimizer=lambda p: torch.optim.SGD(p, 0.1))
     first, second = (output.loss for output in job.run([samples, samples]))
@@ -115,9 +116,9 @@ def test_every_model_trains_without_numeric_features(kind):
 @pytest.mark.parametrize("kind", ["dlrm", "dlrm_moe", "dhen"])
 def test_numeric_features_need_a_bottom_mlp_of_the_tables_dim(kind):
     with pytest.raises(UserError, match=r"bottom=\[\] with 8 numeric features; give widths of its layers"):
-        CTR_MODELS[kind](ClickStream(), SGD(lr=0.1), **SMALL_ARGUMENTS[kind])
+        CTR_MODELS[kind](ClickInputs(ClickStream(), SGD(lr=0.1)), **SMALL_ARGUMENTS[kind])
     with pytest.raises(UserError, match=r"bottom MLP ends at 4 and the tables have dims \[8\]; all must be equal"):
-        CTR_MODELS[kind](NoNumbers(), SGD(lr=0.1), **SMALL_ARGUMENTS[kind] | {"bottom": [4]})
+        CTR_MODELS[kind](ClickInputs(NoNumbers(), SGD(lr=0.1)), **SMALL_ARGUMENTS[kind] | {"bottom": [4]})
 
 
 def test_gpt_is_causal_and_ties_its_head():
@@ -232,7 +233,10 @@ def test_dcn_crosses_in_parallel_with_or_before_its_mlp():
 
 
 def test_het_wide_deep_reads_only_numbers_in_its_mlp():
-    model, samples = CTR_MODELS["het_wide_deep"](FeatureSource(4), SGD(lr=0.1), dim=8, hidden=[5, 6]), batch()
+    model, samples = (
+        CTR_MODELS["het_wide_deep"](ClickInputs(FeatureSource(4), SGD(lr=0.1)), dim=8, hidden=[5, 6]),
+        batch(),
+    )
     vectors, deep = model.sparse(samples).pooled_BD, samples.dense
     for layer in (model.dense.deep.steps[0], model.dense.deep.steps[2]):
         deep = (deep @ layer.weight.T).relu()
@@ -241,7 +245,7 @@ def test_het_wide_deep_reads_only_numbers_in_its_mlp():
 
 
 def test_het_deepfm_reads_only_vectors_in_products_and_mlp():
-    model, samples = CTR_MODELS["het_deepfm"](FeatureSource(4), SGD(lr=0.1), dim=8, hidden=[5]), batch()
+    model, samples = CTR_MODELS["het_deepfm"](ClickInputs(FeatureSource(4), SGD(lr=0.1)), dim=8, hidden=[5]), batch()
     nn.init.normal_(model.dense.numbers.weight)
     dense: Any = model.dense
     site, seen, wide_site, wide_seen = model.sparse(samples).pooled_BD.split([8, 8, 1, 1], 1)
@@ -252,7 +256,7 @@ def test_het_deepfm_reads_only_vectors_in_products_and_mlp():
 
 
 def test_het_dcn_has_three_cross_layers_beside_its_mlp():
-    model, samples = CTR_MODELS["het_dcn"](FeatureSource(4), SGD(lr=0.1), dim=8, hidden=[5]), batch()
+    model, samples = CTR_MODELS["het_dcn"](ClickInputs(FeatureSource(4), SGD(lr=0.1)), dim=8, hidden=[5]), batch()
     first = x = torch.cat([samples.dense, model.sparse(samples).pooled_BD], 1)
     dense: Any = model.dense
     assert len(dense.crosses) == 3
@@ -274,7 +278,7 @@ def test_dense_models_of_het_have_the_parameters_of_the_paper(kind, hidden, para
     """137.98 K, 917.77 K and 1.01 M for Criteo, with tables of 128 columns."""
     source = FeatureSource(13, tuple((f"f{i}", 10, False) for i in range(26)))
     with torch.device("meta"):
-        model = CTR_MODELS[kind](source, SGD(lr=0.1), dim=128, hidden=hidden)
+        model = CTR_MODELS[kind](ClickInputs(source, SGD(lr=0.1)), dim=128, hidden=hidden)
     assert sum(parameter.numel() for parameter in model.dense.parameters()) == parameters
 
 
@@ -348,7 +352,7 @@ ARGUMENTS = {
 def test_every_model_trains_with_and_without_numeric_features(name, num_dense):
     """Built on the meta device, as recipes do; every parameter gets a gradient."""
     with torch.device("meta"):
-        model = CTR_MODELS[name](FeatureSource(num_dense), SGD(lr=0.1), **ARGUMENTS[name])
+        model = CTR_MODELS[name](ClickInputs(FeatureSource(num_dense), SGD(lr=0.1)), **ARGUMENTS[name])
     samples = batch()
     samples = samples if num_dense else replace(samples, dense=None)
     job = build(model, plan_for(model, samples), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))

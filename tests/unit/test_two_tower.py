@@ -13,6 +13,7 @@ from shardwright.jagged import Batch, Jagged
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.in_batch_softmax import InBatchSoftmax, SoftmaxSpec
 from shardwright.measure.describe import describe
+from shardwright.models.click_inputs import ClickInputs
 from shardwright.models.ctr import two_tower
 from shardwright.models.two_tower import make_two_tower
 from shardwright.runtime.build import build
@@ -204,15 +205,15 @@ def test_the_planner_describes_it():
 )
 def test_bad_assignments_of_features_are_errors(user, item, message):
     with pytest.raises(UserError, match=message):
-        two_tower(RatedItems(), AdaGrad(0.1), dim=4, user=user, item=item, hidden=[4])
+        two_tower(ClickInputs(RatedItems(), AdaGrad(0.1)), dim=4, user=user, item=item, hidden=[4])
 
 
 def test_other_bad_arguments_are_errors():
     sides = {"user": ["user", "number_0", "number_1"], "item": ["item", "kinds"]}
     with pytest.raises(UserError, match=r"hidden=\[\]"):
-        two_tower(RatedItems(), AdaGrad(0.1), dim=4, hidden=[], **sides)
+        two_tower(ClickInputs(RatedItems(), AdaGrad(0.1)), dim=4, hidden=[], **sides)
     with pytest.raises(UserError, match='model.softmax.temprature is unknown; did you mean "temperature"'):
-        two_tower(RatedItems(), AdaGrad(0.1), dim=4, hidden=[4], softmax={"temprature": 1.0}, **sides)
+        two_tower(ClickInputs(RatedItems(), AdaGrad(0.1)), dim=4, hidden=[4], softmax={"temprature": 1.0}, **sides)
 
 
 def test_the_correction_takes_the_shares_of_the_source():

@@ -26,13 +26,14 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
 
 
-def to_batch(batch: NumpyBatch) -> Batch:
-    """Convert a numpy batch to tensors that share its memory."""
+def to_batch(batch: NumpyBatch, start: int | None = None) -> Batch:
+    """Convert a numpy batch to tensors that share its memory; `start`: its first sample's place in the global batch."""
     return Batch(
         Jagged(batch.features, torch.from_numpy(batch.values), torch.from_numpy(batch.lengths)),
         None if batch.dense is None else torch.from_numpy(batch.dense),
         {name: torch.from_numpy(label) for name, label in batch.labels.items()},
         None if batch.weights is None else torch.from_numpy(batch.weights),
+        start,
     )
 
 
@@ -84,7 +85,8 @@ class Loader:
 
     def peek(self) -> Batch:
         """Return the next batch without advancing the loader."""
-        return to_batch(read_batch(self._source, self._order, self._position))
+        start, _ = self._order.bounds(self._position[1])
+        return to_batch(read_batch(self._source, self._order, self._position), start)
 
     def __iter__(self) -> Iterator[Batch]:
         epoch = self._position[0]
@@ -146,7 +148,7 @@ class Loader:
         if self._batches is None:
             self._batches = self._start_reading()
         try:
-            return to_batch(next(self._batches))
+            return to_batch(next(self._batches), self._order.bounds(self._position[1])[0])
         except BaseException:
             self.close()  # prefetched batches are dropped; a retry starts at the first batch not returned
             raise

@@ -114,6 +114,11 @@ class ClickLog:
         return np.maximum(np.bincount(ids, counts.counts, num_rows), 1.0) / max(1, self.training_statistics.rows)
 
     @property
+    def base_rate(self) -> float:
+        """The mean label of the training split."""
+        return self.training_statistics.base_rate
+
+    @property
     def growth(self) -> dict[str, Growth]:
         """How tables grow, by feature."""
         return self.transforms.growth

@@ -158,12 +158,15 @@ class SampleOrder:
         """Number of samples of a global batch; the last batch of an epoch may be smaller."""
         return self.batch_size if self.size is None else min(self.batch_size, self.size - batch * self.batch_size)
 
+    def bounds(self, batch: int) -> tuple[int, int]:
+        """The places in a global batch of this rank's first sample, and after its last."""
+        (rank, num_ranks), num = self.shard, self.num_samples(batch)
+        return num * rank // num_ranks, num * (rank + 1) // num_ranks
+
     def indices(self, epoch: int, batch: int) -> np.ndarray:
         """Indices of this rank's samples of a global batch; may be empty if it is smaller than the world size."""
-        rank, num_ranks = self.shard
         lo = batch * self.batch_size
-        num = self.num_samples(batch)
-        positions = lo + np.arange(num * rank // num_ranks, num * (rank + 1) // num_ranks, dtype=np.int64)
+        positions = lo + np.arange(*self.bounds(batch), dtype=np.int64)
         if self.partitions > 1 and self.size is not None:
             return self._partitioned(positions, self.size, epoch, batch)
         if not self.shuffle:

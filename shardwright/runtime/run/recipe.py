@@ -25,6 +25,7 @@ from shardwright.data.tokens.sequences import TokenSequences, open_tokens
 from shardwright.errors import UserError, did_you_mean
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import check_contract, sparse_of
+from shardwright.models.click_inputs import ClickInputs
 from shardwright.models.names import MODELS
 from shardwright.runtime.dense_layout import DenseOptimizer
 from shardwright.spec.optimizer import sparse_optimizer
@@ -108,7 +109,8 @@ def make_model(settings: Settings, source: Source | Transforms) -> nn.Module:
     """Construct the model, on the meta device if it is a built-in one; `build` materializes it."""
     available: dict[str, Any] = {"source": source}
     if settings.tables is not None:
-        available["optimizer"] = sparse_optimizer(settings.tables.kind, **settings.tables.arguments)
+        optimizer = sparse_optimizer(settings.tables.kind, **settings.tables.arguments)
+        available |= {"optimizer": optimizer, "inputs": ClickInputs(source, optimizer)}
     with torch.device("meta" if settings.model.kind in MODELS else "cpu"):
         model = _construct("model", settings.model, MODELS, available)
     check_contract(model)
@@ -206,5 +208,5 @@ def _check_arguments(
             raise UserError(f'unknown key "{section}.{key}"{did_you_mean(key, names | set(other))}')
     for name, parameter in parameters.items():
         if name in names and parameter.default is parameter.empty and name not in arguments:
-            missing = "section [tables]" if name == "optimizer" else f'key "{section}.{name}"'
+            missing = "section [tables]" if name in ("optimizer", "inputs") else f'key "{section}.{name}"'
             raise UserError(f"{missing} is missing; {section}.kind needs it")
