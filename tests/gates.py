@@ -68,6 +68,7 @@ BLOCKING: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "runtime/run/started_servers.py": (),  # for processes
         # Inside one stage, whose event includes the wait: "ids" (sizes of id weights), "update", and "step".
         "dense/clip_grad_norm.py": (),
+        "runtime/batch_norms.py": (),  # in "forward" and "backward"
         "embeddings/update.py": ("_gradient_sums", "_gather_replicas", "_finish_column_shards"),
         "embeddings/used_features.py": ("restrict", "_exchange_masks"),
         "embeddings/vector_transport.py": ("exchange_id_weights",),

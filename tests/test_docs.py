@@ -163,7 +163,7 @@ def rows_of(kinds: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for kind, make in kinds.items():
         for name, parameter in signature(make).parameters.items():
             fixed = make.keywords.get(name) if isinstance(make, partial) else None
-            if name in ("source", "optimizer", "kind") or fixed is not None:
+            if name in ("source", "optimizer", "inputs", "kind") or fixed is not None:
                 continue
             required = parameter.default is parameter.empty
             default = "required" if required else default_text(parameter.default)

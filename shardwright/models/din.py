@@ -8,7 +8,7 @@ Shape legend: B samples, D columns.
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from shardwright.layers.target_attention import TargetAttention
 from shardwright.models.click_inputs import ClickInputs
 from shardwright.models.history_fields import HistoryFields, aligned_features, find_histories
 
-Pooling = Literal["attention", "mean"]
+POOLINGS = ("attention", "mean")
 
 
 class DIN(nn.Module):
@@ -84,15 +84,15 @@ def din(
     dim: int,
     attention: list[int],
     hidden: list[int],
-    pooling: Pooling = "attention",
+    pooling: str = "attention",
     normalize: bool = False,
     init: float | None = None,
     mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
     """DIN for the histories of a source."""
     histories = find_histories(inputs.source, "din")
-    if pooling not in ("attention", "mean"):
-        raise UserError(f'model.pooling="{pooling}"; allowed: attention, mean')
+    if pooling not in POOLINGS:
+        raise UserError(f'model.pooling="{pooling}"; allowed: {", ".join(POOLINGS)}')
     if pooling == "mean":
         if normalize:
             raise UserError("model.normalize=true with model.pooling=mean, which has no weights; drop one of the two")

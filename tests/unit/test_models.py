@@ -104,7 +104,11 @@ SMALL_ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("kind", CTR_MODELS)
+# Two towers have labels and features of their own (test_two_tower.py).
+RANKING_MODELS = [kind for kind in CTR_MODELS if kind != "two_tower"]
+
+
+@pytest.mark.parametrize("kind", RANKING_MODELS)
 def test_every_model_trains_without_numeric_features(kind):
     model = CTR_MODELS[kind](ClickInputs(NoNumbers(), SGD(lr=0.1)), **SMALL_ARGUMENTS[kind])
     samples = replace(batch(), dense=torch.zeros(16, 0))
@@ -307,6 +311,24 @@ class FeatureSource:
 
 
 @dataclass(frozen=True)
+class RatedMovies:
+    """The features of MovieLens, with the history of a user."""
+
+    kind: str
+    num_dense: int = 0
+
+    @property
+    def features(self) -> tuple:
+        single = [(name, 9, False) for name in ("user", "item", "age", "gender", "occupation")]
+        lists = ("genres",) if self.kind == "two_tower" else ("genres", "history")
+        return (*single, *((name, 9, True) for name in lists))
+
+    @property
+    def histories(self) -> dict[str, str]:
+        return {"history": "item"}
+
+
+@dataclass(frozen=True)
 class Neighborhoods:
     """A source of nodes with two sampled neighbors each."""
 
@@ -348,7 +370,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("num_dense", [4, 0])
-@pytest.mark.parametrize("name", CTR_MODELS)
+@pytest.mark.parametrize("name", RANKING_MODELS)
 def test_every_model_trains_with_and_without_numeric_features(name, num_dense):
     """Built on the meta device, as recipes do; every parameter gets a gradient."""
     with torch.device("meta"):
@@ -367,6 +389,7 @@ def test_every_recipe_builds_its_model(recipe):
     graph = NumericNeighborhoods() if settings.tables is None else Neighborhoods()
     sources = {"synthetic": ClickStream(), "tokens": Grammar(), "graph": graph, "synthetic_graph": graph}
     source = sources.get(settings.data.kind, FeatureSource(13))
+    source = RatedMovies(settings.model.kind) if settings.data.kind == "movielens" else source
     model = make_model(settings, source)  # pyright: ignore[reportArgumentType]
     assert (sparse_of(model) is None) == (settings.tables is None) and all(p.is_meta for p in model.parameters())
     assert settings.tables is None or model.sparse.optimizer is not None
