@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from shardwright import config
 from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape
+from shardwright.models.click_inputs import ClickInputs
 from shardwright.models.names import MODELS
 from shardwright.runtime.run.recipe import SOURCES
 from shardwright.spec import files
@@ -163,7 +164,7 @@ def rows_of(kinds: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for kind, make in kinds.items():
         for name, parameter in signature(make).parameters.items():
             fixed = make.keywords.get(name) if isinstance(make, partial) else None
-            if name in ("source", "optimizer", "inputs", "kind") or fixed is not None:
+            if name in ("source", "optimizer", "kind") or parameter.annotation is ClickInputs or fixed is not None:
                 continue
             required = parameter.default is parameter.empty
             default = "required" if required else default_text(parameter.default)
