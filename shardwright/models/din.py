@@ -7,7 +7,6 @@ Shape legend: B samples, D columns.
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,6 @@ from shardwright.layers.target_attention import TargetAttention
 from shardwright.models.ctr import ClickSource, embedding_bags
 from shardwright.models.history_fields import HistoryFields, aligned_features, find_histories
 from shardwright.spec.optimizer import SparseOptimizer
-
-Pooling = Literal["attention", "mean"]
 
 
 class DIN(nn.Module):
@@ -83,7 +80,7 @@ def din(
     dim: int,
     attention: list[int],
     hidden: list[int],
-    pooling: Pooling = "attention",
+    pooling: str = "attention",
     normalize: bool = False,
     init: float | None = None,
 ) -> nn.Module:

@@ -92,7 +92,7 @@ def test_errors_of_options():
     with pytest.raises(UserError, match=r"model.kind=din reads histories, and the data has none; set data.history=50"):
         din(NoHistories(), SGD(lr=0.1), **SMALL)
     with pytest.raises(UserError, match='model.pooling="max"; allowed: attention, mean'):
-        din(Visits(), SGD(lr=0.1), **SMALL, pooling="max")  # pyright: ignore[reportArgumentType]
+        din(Visits(), SGD(lr=0.1), **SMALL, pooling="max")
     with pytest.raises(UserError, match="model.normalize=true with model.pooling=mean, which has no weights"):
         din(Visits(), SGD(lr=0.1), **SMALL, pooling="mean", normalize=True)
 
