@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from histories import Visits, in_float64
+from histories import Visits, in_float64, write_movielens
 from test_steps import shard_plan
+from test_train_ranks import losses
+from test_train_ranks import train as run_training
 
 import shardwright as sw
 from shardwright.data.loading.loader import Loader
@@ -82,3 +84,14 @@ def test_histories_over_ranks_equal_one_process(ranks, kind, world):
         assert np.ptp(by_rank[:, :, 0], axis=0).max() <= 1
         work[by_length] = np.ptp(by_rank[:, :, 1], axis=0).mean()
     assert work[True] < work[False] / 2
+
+
+def test_a_run_deals_by_length(tmp_path):
+    data = f"data.path={write_movielens(tmp_path / 'ml', 600)}"
+    keys = ("movielens-din", data, "data.history=9", "train.batch_size=64", "train.log_every=1", "model.dim=4")
+    for name, more in (("one", ()), ("two", ("ranks=2", "data.deal=length", "data.workers=1"))):
+        result = run_training(tmp_path, f"run.name={name}", *more, recipe=keys)
+        assert result.returncode == 0, result.stderr
+    assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), abs=1e-5)
+    result = run_training(tmp_path, "ranks=2", "data.deal=length", recipe=(*keys, "data.history=0", "model.kind=din"))
+    assert result.returncode == 2 and "model.kind=din reads histories, and the data has none" in result.stderr
