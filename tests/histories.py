@@ -39,11 +39,11 @@ class Visits:
         keys = indices.astype(np.uint64) * np.uint64(977) + np.uint64(salt + 31 * self.seed)
         return ((keys * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(33)) % np.uint64(below)).astype(np.int64)
 
-    def num_ids(self, indices: np.ndarray) -> np.ndarray:
+    def history_lengths(self, indices: np.ndarray) -> np.ndarray:
         return np.where(indices % 5 == 0, 0, self.draw(indices, 5, self.longest) + 1)
 
     def take(self, indices: np.ndarray) -> NumpyBatch:
-        num, num_tags = self.num_ids(indices), self.draw(indices, 7, 3)
+        num, num_tags = self.history_lengths(indices), self.draw(indices, 7, 3)
         place = 1000 * np.repeat(indices, num) + np.arange(num.sum())
         place -= np.repeat(np.cumsum(num) - num, num)  # within the sample
         item, seen = self.draw(indices, 2, 30), self.draw(place, 3, 30)
@@ -65,8 +65,7 @@ def visits(start: int, stop: int, longest: int = 6, dtype: torch.dtype = torch.f
 def in_float64(model: nn.Module) -> nn.Module:
     """The model with tables and dense part in float64."""
     model.sparse.hold({table.name: "float64" for table in model.sparse.tables})
-    model.dense.double()
-    return model
+    return model.double()
 
 
 def write_movielens(folder: Path, num: int = 1500) -> str:

@@ -45,8 +45,21 @@ class DataSettings(OpenSection):
         ge=1,
         description="of a graph: partitions with few edges between them; each has an equal share of every batch",
     )
+    deal: Literal["count", "length"] = Field(
+        "count", description="how ranks share a batch: equal numbers of samples, and with length also equal work"
+    )
+    deal_cost: tuple[float, float, float] = Field(
+        (8.0, 1.0, 0.005), strict=False, description="work of a sample with n ids of histories: a + b n + c n^2"
+    )
     readers: tuple[str, ...] = Field((), strict=False, description="addresses of readers, instead of local workers")
     reader_keys: str = Field("", description="key file of the trainers, for readers on other hosts")
+
+    @field_validator("deal_cost")
+    @classmethod
+    def _check_deal_cost(cls, cost: tuple[float, float, float]) -> tuple[float, float, float]:
+        if min(cost) < 0 or not max(cost):
+            raise ValueError(f"cost is {cost}; wanted 0 or more, and one of them above 0")
+        return cost
 
 
 class ModelSettings(OpenSection):

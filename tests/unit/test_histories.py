@@ -259,3 +259,10 @@ def test_plain_lists_are_not_shortened():
     assert cleaned["a"][0].tolist() == [5, 6, 7] and cleaned["a"][1].tolist() == [0, 2, 3]
     assert cleaned["b"][0].tolist() == [6, 7] and cleaned["b"][1].tolist() == [0, 1, 2]
     assert json.dumps(schema.plain()["histories"]) == '{"b": "a"}'
+
+
+def test_lengths_of_histories_are_those_of_the_samples(ratings):
+    source = open_ratings(ratings[0], history=5)
+    indices = np.array([90, 3, 3, 50])
+    assert source.history_lengths(indices).tolist() == [len(ids) for ids in bags(source.take(indices))["history"]]
+    assert len(source.history_lengths(np.empty(0, np.int64))) == 0

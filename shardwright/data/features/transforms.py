@@ -191,6 +191,17 @@ class Transforms:
             weights=weight_B,
         )
 
+    def count_history_ids(
+        self, num: int, selections: Iterable[tuple[np.ndarray, DecodedChunk, np.ndarray]]
+    ) -> np.ndarray:
+        """(B,) number of ids of the histories of `num` samples, selected as in `gather_samples`."""
+        total_B, names = np.zeros(num, np.int64), self.histories.keys() - self.sides.keys()
+        for samples, chunk, rows in selections:
+            for name in names:
+                _, offsets = chunk.lists[name]
+                total_B[samples] += offsets[rows + 1] - offsets[rows]
+        return total_B
+
     def encode_samples(self, samples: Sequence[Mapping[str, Any]]) -> NumpyBatch:
         """Transform samples of a prediction request, by column name; absent columns are missing values."""
         allowed, schema = self._input_columns, self.schema

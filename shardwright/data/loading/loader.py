@@ -12,6 +12,7 @@ import torch
 
 from shardwright.data.loading.worker import Worker
 from shardwright.data.readers.client import Readers, read_remote, wait_for_reader
+from shardwright.data.sources.dealing import DealCost
 from shardwright.data.sources.source import (
     MAX_PREFETCH,
     NumpyBatch,
@@ -21,6 +22,7 @@ from shardwright.data.sources.source import (
     make_order,
     order_identity,
     read_batch,
+    with_deal,
 )
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
@@ -41,9 +43,9 @@ class Loader:
     """Iterable over the batches of one epoch, continuing where the last iterator stopped.
 
     An endless source has one epoch. `batch_size` is the global batch size; `shard` is (rank, number of ranks), and each
-    rank gets a contiguous slice (its local batch) of every global batch. With workers = 0 this process reads. Otherwise
-    `workers` processes, or the remote `readers`, prefetch `prefetch` batches. They start with the first batch and run
-    until `close()`, the end of a `with` block, or the destruction of the loader.
+    rank gets a contiguous slice (its local batch) of every global batch, or what `deal_by_length` gives it. With
+    workers = 0 this process reads. Otherwise `workers` processes, or the remote `readers`, prefetch `prefetch` batches.
+    They start with the first batch and run until `close()`, the end of a `with` block, or destruction of the loader.
     """
 
     def __init__(
@@ -105,6 +107,8 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; the number of ranks and workers may differ from when it was saved."""
         for name, value in self._identity().items():
+            if name == "deal":
+                continue  # batches are the same, whichever rank has a sample
             if state.get(name) != value:
                 saved = repr(state[name]) if name in state else "not recorded"
                 remedy = "set it back, or start a new run"
@@ -118,6 +122,11 @@ class Loader:
             verify(state["counted"])
         self.close()
         self._position = (epoch, batch)
+
+    def deal_by_length(self, cost: DealCost) -> None:
+        """From the next batch on, deal the samples of a global batch to ranks by the cost of their histories."""
+        self.close()
+        self._order = with_deal(self._source, self._order, cost)
 
     @property
     def coming(self) -> int:

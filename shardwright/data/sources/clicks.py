@@ -183,11 +183,18 @@ class ClickLog:
         """Source for the final evaluation; None if `evaluation` is already the test split."""
         return replace(self, part="test") if self.split.validation and self.split.test else None
 
+    def history_lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Number of ids of each sample's histories."""
+        return self.transforms.count_history_ids(len(indices), self._select_rows(*self._locate(indices)))
+
     def take(self, indices: np.ndarray) -> NumpyBatch:
+        return self.transforms.gather_samples(len(indices), self._select_rows(*self._locate(indices)))
+
+    def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The chunk of each sample, and its row there."""
         rows = self._cache_rows(indices)
         chunk_B = np.searchsorted(self._starts, rows, side="right") - 1
-        row_B = rows - self._starts[chunk_B]
-        return self.transforms.gather_samples(len(rows), self._select_rows(chunk_B, row_B))
+        return chunk_B, rows - self._starts[chunk_B]
 
     def _select_rows(
         self, chunk_B: np.ndarray, row_B: np.ndarray

@@ -10,11 +10,12 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
+from shardwright.data.sources.dealing import DealCost, deal_by_cost, sample_costs
 from shardwright.errors import UserError
 
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -59,6 +60,7 @@ class Source(Protocol):
     identify the samples, `history_digest(num)` returns a plain value that does, and `verify(value)` raises an error if
     samples 0 to num - 1 differ from those it was computed for. `span` limits the shuffle window of a finite source.
     `partitions` of a finite source: its samples are sorted by partition, and batches have equal shares of each.
+    `history_lengths(indices)` returns the number of ids of each sample's histories, to deal samples to ranks by them.
     """
 
     @property
@@ -135,7 +137,10 @@ def permute_positions(positions: np.ndarray, size: int, *words: int) -> np.ndarr
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """Which samples form batch k: defined for the global batch, then sliced contiguously by rank."""
+    """Which samples form batch k: defined for the global batch, then sliced contiguously by rank.
+
+    With `deal`, a rank has as many of its samples, but those that `deal_by_cost` gives it.
+    """
 
     size: int | None
     batch_size: int
@@ -144,6 +149,7 @@ class SampleOrder:
     shard: tuple[int, int]  # rank, number of ranks
     span: int | None = None  # samples per shuffle window of a finite source; None: all samples
     partitions: int = 1
+    deal: DealCost | None = None
 
     @property
     def num_batches(self) -> int | None:
@@ -222,17 +228,33 @@ def make_order(
     return SampleOrder(source.size, batch_size, seed, shuffle, shard, span, partitions)
 
 
+def with_deal(source: Source, order: SampleOrder, cost: DealCost) -> SampleOrder:
+    """The order with samples dealt to ranks by the cost of their histories."""
+    if not hasattr(source, "history_lengths") or not len(getattr(source, "histories", ("",))):
+        raise UserError(
+            f"data.deal=length, and samples of {type(source).__name__} have no histories; set data.history, declare "
+            "histories in the schema, or drop data.deal"
+        )
+    return replace(order, deal=cost)
+
+
 def read_batch(source: Source, order: SampleOrder, position: Position, pause: Pause = time.sleep) -> NumpyBatch:
     """Read this rank's samples of a global batch; a growing source waits for the entire global batch."""
     wait = getattr(source, "wait", None)
     if wait is not None:
         wait(position[1] * order.batch_size + order.num_samples(position[1]), pause)
-    return source.take(order.indices(*position))
+    if order.deal is None:
+        return source.take(order.indices(*position))
+    rank, num_ranks = order.shard
+    indices = replace(order, shard=(0, 1)).indices(*position)
+    lengths: np.ndarray = source.history_lengths(indices)  # pyright: ignore[reportAttributeAccessIssue]
+    return source.take(indices[deal_by_cost(sample_costs(lengths, order.deal), num_ranks)[rank]])
 
 
 def order_identity(source: Source, order: SampleOrder) -> dict[str, Any]:
-    """All values that the samples of global batch k depend on."""
-    return {
+    """All values that the samples of global batch k depend on, and with `deal` those that their ranks do."""
+    identity: dict[str, Any] = {} if order.deal is None else {"deal": list(order.deal)}
+    return identity | {
         "seed": order.seed,
         "batch_size": order.batch_size,
         "shuffle": order.shuffle,

@@ -129,6 +129,10 @@ class GrowingLog:
                 f"recorded again; restore the journal, or the files (then remove {self.folder}), or start a new run"
             )
 
+    def history_lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Number of ids of each sample's histories."""
+        return self.transforms.count_history_ids(len(indices), self._select_rows(indices))
+
     def take(self, indices: np.ndarray) -> NumpyBatch:
         if len(indices):
             self.wait(int(indices.max()) + 1)

@@ -35,12 +35,14 @@ def reader_serve(
     from shardwright import config
     from shardwright.comm.transport.keys import load_keys
     from shardwright.data.readers.service import ReaderService
-    from shardwright.data.sources.source import make_order
+    from shardwright.data.sources.source import make_order, with_deal
     from shardwright.runtime.run.recipe import make_source
 
     settings = config.load(recipe, overrides or ())
     source = make_source(settings)
     order = make_order(source, settings.train.batch_size, settings.seed, settings.data.shuffle)
+    if settings.data.deal == "length":
+        order = with_deal(source, order, settings.data.deal_cost)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     curve_keys = load_keys(keys, "reader")
     with closing(ReaderService(source, order, bind=bind, workers=settings.data.workers, keys=curve_keys)) as service:

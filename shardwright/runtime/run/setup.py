@@ -115,6 +115,8 @@ def make_rank_loader(settings: Settings, source: Source, shard: tuple[int, int])
     readers = Readers(data.readers, data.reader_keys) if data.readers else None
     workers = 0 if readers else data.workers
     loader = recipe.make_loader(settings, source, workers=workers, readers=readers, prefetch=data.prefetch, shard=shard)
+    if data.deal == "length":
+        loader.deal_by_length(data.deal_cost)
     loader.meet()
     return loader
 
