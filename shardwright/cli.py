@@ -123,9 +123,9 @@ def _train_and_report(settings: "Settings", console: Console) -> None:
     from shardwright.report.run_record import read_machine_windows
     from shardwright.runtime.run import train as training
 
-    with terminal.ProgressDisplay(console, settings.train.steps) as display:
+    with terminal.ProgressDisplay(console) as display:
         try:
-            result = training.train(settings, display)
+            result = training.train(settings, [display])
         except KeyboardInterrupt:
             raise typer.Exit(display.report_stop()) from None
         if result.stop_signal:
