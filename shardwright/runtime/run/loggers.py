@@ -77,7 +77,20 @@ def make_loggers(names: Sequence[str]) -> tuple[Callback, ...]:
         make = resolve_name("run.loggers", name, LOGGERS)
         if not callable(make):
             raise UserError(f'run.loggers: "{name}" is {make!r}; wanted a class or function without arguments')
-        if not isinstance(logger := make(), Callback):
-            raise UserError(f'run.loggers: "{name}" makes a {type(logger).__name__}; wanted a shardwright.Callback')
-        loggers.append(logger)
+        loggers.append(_make_logger(name, make))
     return tuple(loggers)
+
+
+def _make_logger(name: str, make: Callable[[], Any]) -> Callback:
+    try:
+        logger = make()
+    except UserError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise UserError(
+            f'run.loggers: "{name}" called without arguments raised {type(error).__name__}: {text}'
+        ) from error
+    if not isinstance(logger, Callback):
+        raise UserError(f'run.loggers: "{name}" makes a {type(logger).__name__}; wanted a shardwright.Callback')
+    return logger
