@@ -6,13 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import abc
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from pydantic import BaseModel
@@ -20,6 +19,7 @@ from pydantic import BaseModel
 from shardwright import config
 from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape
+from shardwright.models.keys import default_text, type_text
 from shardwright.models.names import MODELS
 from shardwright.runtime.run.recipe import SOURCES
 from shardwright.spec import files
@@ -165,29 +165,10 @@ def rows_of(kinds: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
             fixed = make.keywords.get(name) if isinstance(make, partial) else None
             if name in ("source", "optimizer", "kind") or fixed is not None:
                 continue
-            required = parameter.default is parameter.empty
-            default = "required" if required else default_text(parameter.default)
-            hint = parameter.annotation
-            kinds_by_key.setdefault((name, type_text(hint), default), []).append(kind)
+            default = default_text(parameter.default, parameter.empty)
+            kinds_by_key.setdefault((name, type_text(parameter.annotation), default), []).append(kind)
     for (name, type_, default), users in kinds_by_key.items():
         yield f"`{name}`", "all" if len(users) == len(kinds) else ", ".join(users), type_, default
-
-
-def default_text(value: Any) -> str:
-    if isinstance(value, Mapping) or value is None or value == "":
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else f"{value}"
-
-
-def type_text(hint: Any) -> str:
-    if type(None) in get_args(hint):
-        hint = next((inner for inner in get_args(hint) if inner is not type(None)), hint)
-    words = {"int": "integer", "float": "number", "bool": "true or false", "str": "text"}
-    if get_origin(hint) is list:
-        return f"list of {words[get_args(hint)[0].__name__]}s"
-    if hint is list:
-        return "list"
-    return "section" if get_origin(hint) is abc.Mapping else words[hint.__name__]
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> list[str]:
