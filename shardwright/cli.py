@@ -142,7 +142,8 @@ def _train_and_report(settings: "Settings", console: Console) -> None:
 @app.command("recipe")
 def print_recipe(
     name: Annotated[
-        str, typer.Argument(metavar="[NAME]", help="A built-in recipe, or a kind of model; without a name, list recipes.")
+        str,
+        typer.Argument(metavar="[NAME]", help="A built-in recipe, or a kind of model; without a name, list recipes."),
     ] = "",
 ) -> None:
     """Print a recipe, to read it or as the start of a new recipe; of a kind of model its keys and their defaults.

@@ -1,4 +1,4 @@
-"""Tables of model keys in docs: as generated from signatures and shardwright/models/keys.toml. `make bless` writes them."""
+"""Tables of model keys in docs, from signatures and shardwright/models/keys.toml; `make bless` writes them."""
 
 import re
 import tomllib
