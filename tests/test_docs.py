@@ -16,6 +16,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from pydantic import BaseModel
 
+import shardwright
 from shardwright import config
 from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape
@@ -83,6 +84,17 @@ def test_files_and_names_of_the_code_exist(page):
         file = next((root / path for root in (ROOT / "shardwright", ROOT) if (root / path).exists()), None)
         assert file is not None, f"{page.name}: no {path}"
         assert not name or re.search(rf"^((class|def) )?{name}\b", file.read_text(), re.MULTILINE), f"{path}: no {name}"
+
+
+def test_the_api_page_lists_every_public_name():
+    listed = re.findall(r"^::: shardwright\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(shardwright.__all__)
+
+
+def test_the_table_of_callback_methods_has_all_of_them():
+    listed = re.findall(r"^\| `(\w+)\((.*)\)` \|", (ROOT / "docs/runs.md").read_text(), re.MULTILINE)
+    methods = {name: method for name, method in vars(shardwright.Callback).items() if not name.startswith("_")}
+    assert dict(listed) == {name: ", ".join([*signature(method).parameters][1:]) for name, method in methods.items()}
 
 
 def test_the_table_of_keys_has_all_keys_of_recipes():
