@@ -18,6 +18,7 @@ rivals: .rivals/ready                  ## the environment of TorchRec and FBGEMM
 moe-rivals: .rivals-moe/ready          ## the environment of torchtitan and transformers, for benchmarks.moe_peers
 nightly: $(READY) .venv/triton ; $(BIN)/python -m pytest tests tests/dist
 sanitize:        ; tests/native/sanitize.sh
+docs: .venv-docs/ready ; .venv-docs/bin/mkdocs build --strict --quiet
 wheel: $(READY)  ; $(BIN)/python -m build --wheel
 fmt: $(READY)    ; $(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
@@ -31,6 +32,14 @@ $(READY): $(SOURCES)
 # The GPU kernels are tested in Triton's interpreter; builds of torch for a GPU bring a Triton of their own.
 .venv/triton: $(READY)
 	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check triton==3.6.0
+	touch $@
+
+# mkdocs reads docstrings without importing the package, so its environment has neither torch nor the native build.
+.venv-docs/ready: pyproject.toml constraints.txt
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	$(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" \
+		> .venv-docs/requirements.txt
+	.venv-docs/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r .venv-docs/requirements.txt
 	touch $@
 
 # Dependencies of TorchRec, FBGEMM and Shardwright. torchrec requires fbgemm-gpu with gigabytes of CUDA; fbgemm-gpu-cpu replaces
@@ -59,4 +68,4 @@ $(READY): $(SOURCES)
 	.rivals-moe/bin/python -c "import torchtitan.models.common.moe, transformers.models.mixtral.modeling_mixtral"
 	touch $@
 
-.PHONY: setup train test check bench bless fault nightly rivals moe-rivals sanitize wheel fmt
+.PHONY: setup train test check bench bless fault nightly rivals moe-rivals sanitize docs wheel fmt

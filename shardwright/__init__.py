@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from shardwright.runtime.job import Job
     from shardwright.runtime.placements import allow_staleness, keep_in_host_memory, keep_on_disk, keep_on_servers
     from shardwright.runtime.planning import plan_for
+    from shardwright.runtime.run.callback import Callback, RunResult, RunStart
+    from shardwright.runtime.run.train import train
     from shardwright.serving.export import export
     from shardwright.serving.predictor import Predictor
     from shardwright.spec.optimizer import LAMB, SGD, AdaGrad, Adam, PartialRowWiseAdam, RowWiseAdaGrad
@@ -54,6 +56,8 @@ _NAMES_BY_MODULE = MappingProxyType(
         "runtime.job": ("Job",),
         "runtime.placements": ("allow_staleness", "keep_in_host_memory", "keep_on_disk", "keep_on_servers"),
         "runtime.planning": ("plan_for",),
+        "runtime.run.callback": ("Callback", "RunResult", "RunStart"),
+        "runtime.run.train": ("train",),
         "serving.export": ("export",),
         "serving.predictor": ("Predictor",),
         "spec.optimizer": ("LAMB", "SGD", "AdaGrad", "Adam", "PartialRowWiseAdam", "RowWiseAdaGrad"),
@@ -69,6 +73,7 @@ __all__ = (
     "Batch",
     "BinaryLoss",
     "Bounded",
+    "Callback",
     "ClassLoss",
     "ClickStream",
     "EmbeddingBags",
@@ -84,6 +89,8 @@ __all__ = (
     "PartialRowWiseAdam",
     "Predictor",
     "RowWiseAdaGrad",
+    "RunResult",
+    "RunStart",
     "SGD",
     "Table",
     "TableServers",
@@ -105,6 +112,7 @@ __all__ = (
     "plan_for",
     "to_torch",
     "to_torchrec",
+    "train",
 )
 
 

@@ -123,9 +123,9 @@ def _train_and_report(settings: "Settings", console: Console) -> None:
     from shardwright.report.run_record import read_machine_windows
     from shardwright.runtime.run import train as training
 
-    with terminal.ProgressDisplay(console, settings.train.steps) as display:
+    with terminal.ProgressDisplay(console) as display:
         try:
-            result = training.train(settings, display)
+            result = training.train(settings, [display])
         except KeyboardInterrupt:
             raise typer.Exit(display.report_stop()) from None
         if result.stop_signal:
@@ -141,20 +141,44 @@ def _train_and_report(settings: "Settings", console: Console) -> None:
 
 @app.command("recipe")
 def print_recipe(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="A built-in recipe; without a name, list them.")] = "",
+    name: Annotated[
+        str,
+        typer.Argument(metavar="[NAME]", help="A built-in recipe, or a kind of model; without a name, list recipes."),
+    ] = "",
 ) -> None:
-    """Print a recipe, to read it or as the start of a new recipe.
+    """Print a recipe, to read it or as the start of a new recipe; of a kind of model its keys and their defaults.
 
     \b
     shardwright recipe                             list the recipes
     shardwright recipe criteo-dlrm > mine.toml     a copy to edit
+    shardwright recipe dlrm                        the keys of model.kind=dlrm, with types and defaults
     """
     from shardwright import config
 
     if not name:
         _list_recipes(Console())
-    else:
+        return
+    is_recipe, is_kind = name in config.recipes(), name.isidentifier() and _is_model_kind(name)
+    if is_recipe or not is_kind:
         print(config.recipe_text(name), end="")
+    if is_kind:
+        _print_model_keys(name, prefix="# " if is_recipe else "")
+
+
+def _is_model_kind(name: str) -> bool:
+    from shardwright.models.names import MODELS
+
+    return name in MODELS
+
+
+def _print_model_keys(kind: str, prefix: str) -> None:
+    """Print the keys of a kind of model, and the recipes that use it; `prefix` makes the lines comments of a recipe."""
+    from shardwright import config
+    from shardwright.models.keys import format_keys
+
+    users = [name for name in config.recipes() if config.recipe_values(name)["model"]["kind"] == kind]
+    for line in (f'keys of model.kind = "{kind}"; recipes: {", ".join(users) or "none"}', *format_keys(kind)):
+        print(f"{prefix}{line}")
 
 
 def _list_recipes(console: Console) -> None:

@@ -6,21 +6,22 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import abc
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from pydantic import BaseModel
 
+import shardwright
 from shardwright import config
 from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape
 from shardwright.models.click_inputs import ClickInputs
+from shardwright.models.keys import default_text, type_text
 from shardwright.models.names import MODELS
 from shardwright.runtime.run.recipe import SOURCES
 from shardwright.spec import files
@@ -84,6 +85,17 @@ def test_files_and_names_of_the_code_exist(page):
         file = next((root / path for root in (ROOT / "shardwright", ROOT) if (root / path).exists()), None)
         assert file is not None, f"{page.name}: no {path}"
         assert not name or re.search(rf"^((class|def) )?{name}\b", file.read_text(), re.MULTILINE), f"{path}: no {name}"
+
+
+def test_the_api_page_lists_every_public_name():
+    listed = re.findall(r"^::: shardwright\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(shardwright.__all__)
+
+
+def test_the_table_of_callback_methods_has_all_of_them():
+    listed = re.findall(r"^\| `(\w+)\((.*)\)` \|", (ROOT / "docs/runs.md").read_text(), re.MULTILINE)
+    methods = {name: method for name, method in vars(shardwright.Callback).items() if not name.startswith("_")}
+    assert dict(listed) == {name: ", ".join([*signature(method).parameters][1:]) for name, method in methods.items()}
 
 
 def test_the_table_of_keys_has_all_keys_of_recipes():
@@ -166,29 +178,10 @@ def rows_of(kinds: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
             fixed = make.keywords.get(name) if isinstance(make, partial) else None
             if name in ("source", "optimizer", "kind") or parameter.annotation is ClickInputs or fixed is not None:
                 continue
-            required = parameter.default is parameter.empty
-            default = "required" if required else default_text(parameter.default)
-            hint = parameter.annotation
-            kinds_by_key.setdefault((name, type_text(hint), default), []).append(kind)
+            default = default_text(parameter.default, parameter.empty)
+            kinds_by_key.setdefault((name, type_text(parameter.annotation), default), []).append(kind)
     for (name, type_, default), users in kinds_by_key.items():
         yield f"`{name}`", "all" if len(users) == len(kinds) else ", ".join(users), type_, default
-
-
-def default_text(value: Any) -> str:
-    if isinstance(value, Mapping) or value is None or value == "":
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else f"{value}"
-
-
-def type_text(hint: Any) -> str:
-    if type(None) in get_args(hint):
-        hint = next((inner for inner in get_args(hint) if inner is not type(None)), hint)
-    words = {"int": "integer", "float": "number", "bool": "true or false", "str": "text"}
-    if get_origin(hint) is list:
-        return f"list of {words[get_args(hint)[0].__name__]}s"
-    if hint is list:
-        return "list"
-    return "section" if get_origin(hint) is abc.Mapping else words[hint.__name__]
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> list[str]:

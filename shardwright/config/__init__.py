@@ -32,6 +32,9 @@ class RunSettings(Section):
     resume: bool = Field(False, description="continue the named run from its last checkpoint")
     private: bool = Field(False, description="make the run directory readable by its owner only (mode 700)")
     start: str = Field("", description="a run or checkpoint: a new run starts from its weights and optimizer state")
+    loggers: tuple[str, ...] = Field(
+        ("tensorboard",), strict=False, description='"tensorboard", "wandb", or a Callback of yours, "module:attribute"'
+    )
 
 
 class DataSettings(OpenSection):

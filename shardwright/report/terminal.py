@@ -3,18 +3,19 @@
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from statistics import median
 from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column, Table
 
 from shardwright.report.html_template import Grid
 from shardwright.report.units import time_text
+from shardwright.runtime.run.callback import Callback, RunStart
 from shardwright.runtime.run.directory import resume_hint
 
 MAX_NO_WRAP_CHARACTERS = 40  # longer cells are wrapped
@@ -36,25 +37,27 @@ LINE_METRICS = MappingProxyType(
 )
 
 
-class ProgressDisplay:
-    """Shows a run: a progress bar on a terminal; else evaluations and a training line every few seconds."""
+BAR_METRICS = ("loss", "auc", "accuracy")  # those that fit beside the bar
 
-    SECONDS_BETWEEN_LINES = 5.0
 
-    def __init__(self, console: Console, steps: int) -> None:
+class ProgressDisplay(Callback):
+    """Shows a run: a progress bar on a terminal; else a line for each line of metrics."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._is_terminal = console.is_terminal
+        self._clock = clock
         self._bar = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),  # the only column that shrinks on a narrow terminal
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
             TextColumn("{task.fields[facts]}"),
-            TimeRemainingColumn(),
             console=console,
         )
-        self._task = self._bar.add_task("training", total=steps or None, facts="")
-        self._last_print_time = 0.0
-        self._path: Path | None = None
+        self._task = self._bar.add_task("training", total=None, visible=False, facts="")
+        self._metrics = ""  # of the last window
+        self._run: RunStart | None = None
+        self._start = 0.0
 
     def __enter__(self) -> "ProgressDisplay":
         if self._is_terminal:
@@ -65,43 +68,67 @@ class ProgressDisplay:
         if self._is_terminal:
             self._bar.stop()
 
-    def begin(self, path: Path) -> None:
-        self._path = path
-        self._console.print(f"run     {path}", highlight=False, soft_wrap=True)
+    def begin(self, run: RunStart) -> None:
+        self._run, self._start = run, self._clock()
+        self._console.print(f"run     {run.path}", highlight=False, soft_wrap=True)
+        self._bar.update(self._task, total=run.steps or None, completed=run.step, visible=True)
 
     def note(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def report_stop(self, number: int = signal.SIGINT, step: int = 0) -> int:
         """Print how to resume after a signal; returns the exit code. `step` of the checkpoint; 0: unknown."""
-        if self._path is not None:
+        if self._run is not None:
             self._bar.stop()
             saved = f" after step {step}, whose checkpoint is written" if step else "; the last checkpoint is kept"
-            print(f"stopped by {signal.Signals(number).name}{saved}; {resume_hint(self._path)}", file=sys.stderr)
+            print(f"stopped by {signal.Signals(number).name}{saved}; {resume_hint(self._run.path)}", file=sys.stderr)
         return 128 + number
 
     def step(self, step: int, samples: int) -> None:
-        self._bar.update(self._task, completed=step)
+        if self._is_terminal:
+            what = self._epoch(samples) or "training"
+            facts = "  ".join(filter(None, (self._metrics, self._time_left(step))))
+            self._bar.update(self._task, completed=step, description=what, facts=facts)
 
     def line(self, line: Mapping[str, Any]) -> None:
-        if line["kind"] == "progressive":
+        if line["kind"] in ("progressive", "end"):
             return
-        if line["kind"] == "train":
-            facts = [format_speed(line["samples_per_second"], line)]
-            facts += [f"NE {line['ne']:.4f}"] if "ne" in line else [f"loss {line['loss']:.4f}"]
-            self._bar.update(self._task, facts="  ".join(facts))
-            if self._is_terminal or time.monotonic() - self._last_print_time < self.SECONDS_BETWEEN_LINES:
-                return
-            self._last_print_time = time.monotonic()
-        self._console.print(format_metrics_line(line), highlight=False, soft_wrap=True)
+        is_training = line["kind"] == "train"
+        if is_training and self._is_terminal:
+            speed = format_speed(line["samples_per_second"], line)
+            self._metrics = "  ".join((speed, *_metric_texts(line, BAR_METRICS)))
+            return
+        parts = [format_metrics_line(line, self._run.steps if self._run else 0)]
+        parts += [self._epoch(line["samples"]), self._time_left(line["step"])] if is_training else []
+        self._console.print("  ".join(filter(None, parts)), highlight=False, soft_wrap=True)
+
+    def _epoch(self, samples: int) -> str:
+        """The epoch of the last sample, of the epochs of the run; empty if the data source has no end."""
+        if self._run is None or not (size := self._run.samples_per_epoch):
+            return ""
+        train = self._run.settings.train
+        total = train.epochs or -(-train.steps * train.samples_per_step // size)
+        return f"epoch {-(-samples // size)}" + (f"/{total}" if total else "")
+
+    def _time_left(self, step: int) -> str:
+        """The time until the last step, at the mean speed since this process began, evaluations included."""
+        if self._run is None or not self._run.steps or step <= self._run.step:
+            return ""
+        seconds_per_step = (self._clock() - self._start) / (step - self._run.step)
+        return f"{timedelta(seconds=round(seconds_per_step * (self._run.steps - step)))} left"
 
 
-def format_metrics_line(line: Mapping[str, Any]) -> str:
-    parts = [f"step {line['step']:>6}", f"{line['kind']:<5}"]
-    parts += [f"{name} {line[key]:.4f}" for key, name in LINE_METRICS.items() if key in line]
+def format_metrics_line(line: Mapping[str, Any], steps: int = 0) -> str:
+    """A line of metrics of a run of so many steps; 0: it has no last step."""
+    total = f"/{steps}" if steps else ""
+    parts = [f"step {line['step']:>6}{total}", f"{line['kind']:<5}", *_metric_texts(line, tuple(LINE_METRICS))]
     if "samples_per_second" in line:
         parts.append(format_speed(line["samples_per_second"], line))
     return "  ".join(parts)
+
+
+def _metric_texts(line: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+    return [f"{LINE_METRICS[key]} {line[key]:.4f}" for key in keys if key in line]
 
 
 def format_speed(samples_per_second: float, rates: Mapping[str, float]) -> str:

@@ -140,6 +140,22 @@ def test_the_recipe_command_lists_and_prints_recipes(shardwright):
     assert code == 2 and 'no recipe "criteo-dlmr"; did you mean "criteo-dlrm"?' in err
 
 
+def test_keys_of_a_kind_of_model_are_printed(shardwright):
+    code, out, err = shardwright("recipe", "dcn_v2")
+    assert code == 0, err
+    header, columns, *rows = out.splitlines()
+    assert header.startswith('keys of model.kind = "dcn_v2"; recipes: ') and "criteo-dcn-v2" in header
+    assert columns.split() == ["key", "type", "default", "what"]
+    assert {row.split()[0] for row in rows} >= {"model.dim", "model.num_cross", "model.rank", "model.stacked"}
+    assert any(row.split()[:3] == ["model.rank", "integer", "0"] for row in rows)
+    code, out, err = shardwright("recipe", "gpt")  # a recipe and a kind: the keys are comments of the recipe
+    assert code == 0 and '# keys of model.kind = "gpt"' in out and "# model.channels" in out
+    Path("mine.toml").write_text(out)
+    assert config.load("mine.toml").model == config.load("gpt").model
+    code, _, err = shardwright("recipe", "dcn_v3")
+    assert code == 2 and 'no recipe "dcn_v3"' in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_dry_run_prints_settings_and_plan_and_writes_nothing(shardwright, ranks):
     args = ("train", "synthetic-dlrm", *SMALL, "tables.lr=0.123", f"ranks={ranks}", "--dry-run")

@@ -87,7 +87,7 @@ class Loader:
 
     def peek(self) -> Batch:
         """Return the next batch without advancing the loader."""
-        start, _ = self._order.bounds(self._position[1])
+        start = self._order.start(self._position[1])
         return to_batch(read_batch(self._source, self._order, self._position), start)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -157,7 +157,7 @@ class Loader:
         if self._batches is None:
             self._batches = self._start_reading()
         try:
-            return to_batch(next(self._batches), self._order.bounds(self._position[1])[0])
+            return to_batch(next(self._batches), self._order.start(self._position[1]))
         except BaseException:
             self.close()  # prefetched batches are dropped; a retry starts at the first batch not returned
             raise

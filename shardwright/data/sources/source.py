@@ -169,6 +169,10 @@ class SampleOrder:
         (rank, num_ranks), num = self.shard, self.num_samples(batch)
         return num * rank // num_ranks, num * (rank + 1) // num_ranks
 
+    def start(self, batch: int) -> int | None:
+        """The place of this rank's first sample in a global batch; None if its samples are not consecutive there."""
+        return self.bounds(batch)[0] if self.deal is None else None
+
     def indices(self, epoch: int, batch: int) -> np.ndarray:
         """Indices of this rank's samples of a global batch; may be empty if it is smaller than the world size."""
         lo = batch * self.batch_size

@@ -25,7 +25,6 @@ from shardwright.kernels.matmul import library_in_use
 from shardwright.measure.device import device_name
 from shardwright.runtime.launch import launcher
 from shardwright.runtime.run.machine import Threads
-from shardwright.runtime.run.tensorboard import EventFileWriter
 from shardwright.spec import files
 from shardwright.spec.cache_record import CACHES_FILE, COPIES_FILE, GROWTH_FILE, CacheWindow, CopyWindow, GrowthWindow
 from shardwright.spec.plan import Plan
@@ -45,7 +44,7 @@ PRIVATE_MODE = 0o700  # mode of a run directory that only its owner may read
 
 # Where the run trains and how its input is prepared: a resumed run may change these keys.
 CHANGEABLE_KEYS = (
-    *("run.resume", "run.directory", "run.private", "ranks", "restarts", "train.overlap"),
+    *("run.resume", "run.directory", "run.private", "run.loggers", "ranks", "restarts", "train.overlap"),
     *("plan.cluster", "plan.memory", "plan.hits", "plan.balance", "plan.dense", "plan.pipeline", "plan.micro_batches"),
     *("plan.experts", "plan.expert_groups", "plan.expert_copies", "plan.expert_exchange", "plan.routing"),
     *("data.workers", "data.prefetch", "data.readers", "data.reader_keys"),
@@ -61,7 +60,6 @@ class RunDirectory:
         """With several ranks only the first is the writer; the others read."""
         self.path = path
         self.is_writer = is_writer
-        self._events: EventFileWriter | None = None
         if not is_writer:
             return
         try:
@@ -189,13 +187,10 @@ class RunDirectory:
             files.write(value, self.path / name)
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Append one line of metrics to metrics.jsonl, in a single write, and to the TensorBoard events."""
-        if not self.is_writer:
-            return
-        with _explain_write_errors(path := self.path / "metrics.jsonl"):
-            _append(path, line)
-            self._events = self._events or EventFileWriter(self.path / "tensorboard")
-            self._events.add_scalars(line["step"], _tensorboard_scalars(line))
+        """Append one line of metrics to metrics.jsonl, in a single write."""
+        if self.is_writer:
+            with explain_write_errors(path := self.path / "metrics.jsonl"):
+                _append(path, line)
 
     def log_machine(self, line: Mapping[str, Any]) -> None:
         """Append the stolen and throttled processor time of a window to machine.jsonl.
@@ -203,14 +198,14 @@ class RunDirectory:
         It is not in metrics.jsonl, which a rerun reproduces.
         """
         if self.is_writer:
-            with _explain_write_errors(path := self.path / "machine.jsonl"):
+            with explain_write_errors(path := self.path / "machine.jsonl"):
                 _append(path, line)
 
     def log_records(self, records: Sequence[Record]) -> None:
         """Append records to the files of their kinds, each in a single write."""
         for kind, name in RECORD_FILES if self.is_writer else ():
             if own := [record for record in records if isinstance(record, kind)]:
-                with _explain_write_errors(path := self.path / name), path.open("a") as lines:
+                with explain_write_errors(path := self.path / name), path.open("a") as lines:
                     lines.write("".join(record.to_line() for record in own))
 
     def read_environment(self) -> dict[str, Any]:
@@ -236,13 +231,19 @@ class RunDirectory:
                 lines = [text for text in _complete_lines(path) if _is_kept(json.loads(text), step)]
                 files.write_text("".join(lines), path)
 
+    def last_step(self) -> int:
+        """The step of the last checkpoint; 0: there is none."""
+        checkpoint = self.last_checkpoint()
+        return int(checkpoint.name.removeprefix("step-")) if checkpoint else 0
+
     def last_checkpoint(self) -> Path | None:
         checkpoints = list_checkpoints(self.checkpoints)
         return checkpoints[-1] if checkpoints else None
 
 
 @contextmanager
-def _explain_write_errors(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError into an error that names the file and how to continue."""
     try:
         yield
     except OSError as error:
@@ -273,12 +274,6 @@ def next_run_name(settings: Settings) -> str:
 def resume_hint(path: Path) -> str:
     """The command that resumes a run, to append to a message."""
     return f"to continue:  shardwright train {path / 'config.toml'} run.resume=true"
-
-
-def _tensorboard_scalars(line: Mapping[str, Any]) -> dict[str, float]:
-    """The values of a metrics line by "kind/name", as TensorBoard groups them."""
-    kind = line["kind"]
-    return {f"{kind}/{name}": value for name, value in line.items() if name not in ("kind", "step")}
 
 
 def describe_environment(threads: Threads | None = None) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """Prepare a run on all ranks and train it to its end."""
 
 import random
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 import numpy as np
 import torch
 
-from shardwright.comm.mesh import current_rank
+from shardwright.comm.mesh import current_rank, is_first_rank
 from shardwright.config import Settings
 from shardwright.kernels.matmul import library_in_use, preferred_library, use_library
 from shardwright.runtime import memory_check
@@ -15,7 +16,9 @@ from shardwright.runtime.dense_layout import mesh_for
 from shardwright.runtime.planning import plan_run
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.run import recipe
+from shardwright.runtime.run.callback import Callback, CallbackList, RunResult, RunStart
 from shardwright.runtime.run.directory import RunDirectory
+from shardwright.runtime.run.loggers import make_loggers
 from shardwright.runtime.run.setup import (
     COLLECTIVE_TIMEOUT_SECONDS,
     hottest_ids,
@@ -28,15 +31,15 @@ from shardwright.runtime.run.setup import (
 )
 from shardwright.runtime.run.token_meter import TokenMeter, describe_model_flops
 from shardwright.runtime.run.trainer import Trainer
-from shardwright.runtime.run.watcher import RunResult, SilentWatcher, Watcher
 
 
-def train(settings: Settings, watcher: Watcher | None = None) -> RunResult:
+def train(settings: Settings, callbacks: Sequence[Callback] = ()) -> RunResult:
     """Train a run to its last step, or until a stop signal (runtime/launch/signals.py). All ranks call it.
 
-    Before the settings and the first batch are checked nothing is written, and before the memory check nothing large is
-    allocated.
+    The loggers of `run.loggers` and the callbacks receive the events of the run on the first rank. Before the settings
+    and the first batch are checked nothing is written, and before the memory check nothing large is allocated.
     """
+    events = CallbackList((*make_loggers(settings.run.loggers), *callbacks) if is_first_rank() else ())
     torch.manual_seed(settings.seed)
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
@@ -81,8 +84,10 @@ def train(settings: Settings, watcher: Watcher | None = None) -> RunResult:
         if flops is not None:
             directory.write("model_flops.json", flops)
         token_meter = TokenMeter(job.model.loss, getattr(source, "length", 0), flops)
-        watcher = watcher or SilentWatcher()
-        watcher.begin(directory.path)
+        stack.enter_context(events)
+        events.begin(RunStart(directory.path, settings, directory.last_step(), source.size))
         for note in (str(threads), *start_notes(settings, source, job, previous)):
-            watcher.note(note)
-        return Trainer(settings, source, job, loader, directory, watcher, token_meter).run()
+            events.note(note)
+        result = Trainer(settings, source, job, loader, directory, events, token_meter).run()
+        events.end(result)
+        return result

@@ -29,6 +29,7 @@ from shardwright.runtime.launch.signals import SECONDS_TO_END_STEP, StopRequest,
 from shardwright.runtime.outputs import Output
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.run import full_graph, learning_rate, metrics, recipe
+from shardwright.runtime.run.callback import CallbackList, RunResult
 from shardwright.runtime.run.directory import RunDirectory, resume_hint
 from shardwright.runtime.run.generate_text import generate_text
 from shardwright.runtime.run.machine import MachineMeter
@@ -38,7 +39,6 @@ from shardwright.runtime.run.setup import make_savers
 from shardwright.runtime.run.table_recorder import TableRecorder
 from shardwright.runtime.run.token_meter import TokenMeter
 from shardwright.runtime.run.traffic_recorder import TrafficRecorder
-from shardwright.runtime.run.watcher import RunResult, Watcher
 from shardwright.spec import files
 from shardwright.spec.lanes import MAIN
 from shardwright.spec.plan import Stage
@@ -56,7 +56,7 @@ class Trainer:
         job: Job,
         loader: Loader,
         directory: RunDirectory,
-        watcher: Watcher,
+        callbacks: CallbackList,
         token_meter: TokenMeter,
     ) -> None:
         self.settings = settings
@@ -71,7 +71,7 @@ class Trainer:
         self.loader_state = loader.state_dict()  # after the last batch that was trained on
         self.loader = loader
         self.directory = directory
-        self.watcher = watcher
+        self.callbacks = callbacks
         self.token_meter = token_meter
         self.retrieval = RetrievalMeter(job, source, settings.train.batch_size)
         self.routing = RoutingRecorder(job.model, self.rank_group)
@@ -113,7 +113,7 @@ class Trainer:
         if self.early_stopping.best_step:
             self.job.load(checkpoint_path(self.directory.best, self.early_stopping.best_step))
         if clamped := self.job.check_weights():
-            self.watcher.note(
+            self.callbacks.note(
                 f"{clamped:,} weights of float16 tables are clamped to the largest float16, 65504: "
                 "lower tables.lr, set clip, or keep these tables in bfloat16"
             )
@@ -124,7 +124,8 @@ class Trainer:
         line = {"kind": "end", "step": self.job.step, "samples": self.samples, "seconds": self.seconds}
         line |= {"clamped_weights": clamped, "samples_per_second": speed, "peak_rss_bytes": metrics.peak_rss_bytes()}
         rates = self.token_meter.derive({"samples_per_second": speed})
-        self.directory.log(line | rates)
+        self.directory.log(line := line | rates)
+        self.callbacks.line(line)
         evaluation, pauses = self.evaluation or self.progressive_evaluation, tuple(self.saver.pause_seconds)
         return RunResult(self.directory.path, evaluation, speed, pauses, step=self.job.step, rates=rates)
 
@@ -160,7 +161,7 @@ class Trainer:
                 values = self.rank_group.all_gather_window(window).compute() if due else {}
                 records = [record for each in self.recorders for record in each.gather(step)] if due else []
             self.seconds += time.perf_counter() - start
-            self.watcher.step(step, self.samples)
+            self.callbacks.step(step, self.samples)
             if due:
                 speed = (self.samples - start_samples) / (self.seconds - start_seconds)
                 self._log("train", values | {"samples_per_second": speed, "seconds": self.seconds, "rate": rate})
@@ -270,7 +271,7 @@ class Trainer:
         if not math.isfinite(line.get("loss", 0.0)):
             raise UserError(f"step {self.job.step}: the loss is {line['loss']}; lower tables.lr or dense.lr")
         self.directory.log(line)
-        self.watcher.line(line)
+        self.callbacks.line(line)
         return line
 
     def _evaluate(self, kind: str, held_out: Source | None) -> None:
