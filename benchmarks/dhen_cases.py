@@ -15,6 +15,7 @@ from torch import nn
 from shardwright.jagged import Batch
 from shardwright.measure.describe import describe
 from shardwright.models import ctr
+from shardwright.models.click_inputs import ClickInputs
 from shardwright.spec.optimizer import SparseOptimizer
 
 DIM, BOTTOM, TOP, HIDDEN, EMBEDDINGS = 16, (64, 16), 64, 128, 12
@@ -45,15 +46,16 @@ class Case:
 def model(case: Case, sizes: Mapping[str, int], source: Any, optimizer: SparseOptimizer) -> nn.Module:
     """Build a case's model on the meta device."""
     options: dict[str, Any] = {"dim": DIM, "bottom": [*BOTTOM]}
+    inputs = ClickInputs(source, optimizer)
     with torch.device("meta"):
         if case.modules:
             modules = [_module(name, sizes) for name in case.modules]
             stack = {"layers": case.layers, "embeddings": sizes["embeddings"], "ensemble": case.ensemble, "raw": True}
-            return ctr.dhen(source, optimizer, **options, top=[sizes["head"]], modules=modules, stack=stack)
+            return ctr.dhen(inputs, **options, top=[sizes["head"]], modules=modules, stack=stack)
         top = [sizes["top"], sizes["head"]]
         if case.experts[0]:
             options["experts"] = dict(zip(("num_experts", "num_chosen", "balance", "z"), case.experts, strict=False))
-        return ctr.dlrm(source, optimizer, **options, top=top)
+        return ctr.dlrm(inputs, **options, top=top)
 
 
 def _module(name: str, sizes: Mapping[str, int]) -> Any:

@@ -3,9 +3,9 @@
     python -m benchmarks.long_histories [--write NAME]
 
 Run as root: a lab of 4 hosts with one rank of 0.4 of a core each. Models train on generated histories, most of them
-short and some very long. In each round every side runs the same global batches: by count, by length, and again by count,
-whose ratio is the A/A floor. A JSON line per model: median milliseconds of a step of each side, median and range of the
-ratio over rounds, and the ratio of the most work of a rank that the lengths alone predict.
+short and some very long. In each round every side runs the same global batches: by count, by length, and by count
+again, whose ratio is the A/A floor. A JSON line per model: median milliseconds of a step of each side, median and
+range of the ratio over rounds, and the ratio of the most work of a rank that the lengths alone predict.
 """
 
 import argparse

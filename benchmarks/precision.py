@@ -68,12 +68,13 @@ def make_model(size: ModelSize, seed: int = 1) -> Any:
 
     from shardwright.data.sources.synthetic import ClickStream
     from shardwright.models import ctr
+    from shardwright.models.click_inputs import ClickInputs
     from shardwright.spec.optimizer import RowWiseAdaGrad
 
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {"dim": size.dim, "bottom": [*size.bottom], "top": [*size.top], "modules": [*size.modules]}
     with torch.device("meta"):
-        return ctr.dhen(ClickStream(), RowWiseAdaGrad(lr=0.4), **sizes, stack={"layers": LAYERS})
+        return ctr.dhen(ClickInputs(ClickStream(), RowWiseAdaGrad(lr=0.4)), **sizes, stack={"layers": LAYERS})
 
 
 def describe_workload(size: ModelSize, ranks: int) -> Any:

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from shardwright.data.loading.loader import to_batch
 from shardwright.data.sources.source import NumpyBatch
@@ -62,7 +62,7 @@ def visits(start: int, stop: int, longest: int = 6, dtype: torch.dtype = torch.f
     return batch.map(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
-def in_float64(model: nn.Module) -> nn.Module:
+def in_float64(model: Any) -> Any:
     """The model with tables and dense part in float64."""
     model.sparse.hold({table.name: "float64" for table in model.sparse.tables})
     return model.double()

@@ -113,9 +113,11 @@ def _forward_fake(q_NHK: Tensor, k_NHK: Tensor, v_NHV: Tensor, bias_DH: Tensor, 
     return torch.empty_like(v_NHV, memory_format=torch.contiguous_format)
 
 
-def _backward_fake(q_NHK: Tensor, k_NHK: Tensor, v_NHV: Tensor, bias_DH: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-    inputs = (q_NHK, k_NHK, v_NHV, bias_DH)
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
+def _backward_fake(
+    q_NHK: Tensor, k_NHK: Tensor, v_NHV: Tensor, bias_DH: Tensor, *_: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, bias = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_NHK, k_NHK, v_NHV, bias_DH))
+    return q, k, v, bias
 
 
 def _setup_context(ctx, inputs, output) -> None:

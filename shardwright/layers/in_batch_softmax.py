@@ -92,7 +92,7 @@ class InBatchSoftmax(nn.Module):
         """The cross entropy of each sample of a group; that of samples that are no positives is without meaning."""
         logits_PP = vectors_P2D[:, USER] @ vectors_P2D[:, ITEM].t() / self.temperature
         if self.correction:
-            logits_PP = logits_PP - self.log_shares.to(logits_PP.dtype)[items_P]
+            logits_PP = logits_PP - self.log_shares[items_P].to(logits_PP.dtype)
         is_own_PP = torch.eye(len(items_P), dtype=torch.bool, device=items_P.device)
         is_candidate_PP = is_positive_P & (items_P.unsqueeze(1) != items_P) | is_own_PP
         return logits_PP.where(is_candidate_PP, -torch.inf).logsumexp(1) - logits_PP.diagonal()

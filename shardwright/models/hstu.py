@@ -112,9 +112,9 @@ def hstu(
 ) -> nn.Module:
     """HSTU for the only history of a source; `encoder` has the arguments of `EncoderSpec`."""
     spec = fill_dataclass("model.encoder", EncoderSpec, encoder)
-    histories = find_histories(inputs.source, "hstu")
-    if len(histories) > 1:
-        names = ", ".join(fields.keys[0] for fields in histories)
+    history, *others = find_histories(inputs.source, "hstu")
+    if others:
+        names = ", ".join(fields.keys[0] for fields in (history, *others))
         raise UserError(f"model.kind=hstu reads one history, and the data has {names}; keep one")
-    sparse = inputs.embedding_bags(dim, init=init, sequences=histories[0].keys)
-    return HSTU(sparse, inputs.source.num_dense, histories[0], spec, hidden=hidden, form=inputs.form(mlp))
+    sparse = inputs.embedding_bags(dim, init=init, sequences=history.keys)
+    return HSTU(sparse, inputs.source.num_dense, history, spec, hidden=hidden, form=inputs.form(mlp))

@@ -6,14 +6,16 @@ import torch
 from histories import Visits, in_float64, write_movielens
 from test_steps import shard_plan
 from test_train_ranks import losses
-from test_train_ranks import train as run_training
+from test_train_ranks import train as start_training
 
 import shardwright as sw
+from shardwright import config
 from shardwright.data.loading.loader import Loader
 from shardwright.jagged import Batch
 from shardwright.models.din import din
 from shardwright.models.hstu import hstu
 from shardwright.runtime.planning import plan_single_process
+from shardwright.runtime.run.train import train as train_run
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.plan import Placement, Rect, Share, TablePlan
 
@@ -86,12 +88,13 @@ def test_histories_over_ranks_equal_one_process(ranks, kind, world):
     assert work[True] < work[False] / 2
 
 
-def test_a_run_deals_by_length(tmp_path):
+def test_a_run_deals_by_length(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     data = f"data.path={write_movielens(tmp_path / 'ml', 600)}"
-    keys = ("movielens-din", data, "data.history=9", "train.batch_size=64", "train.log_every=1", "model.dim=4")
-    for name, more in (("one", ()), ("two", ("ranks=2", "data.deal=length", "data.workers=1"))):
-        result = run_training(tmp_path, f"run.name={name}", *more, recipe=keys)
-        assert result.returncode == 0, result.stderr
+    keys = (data, "data.history=9", "train.batch_size=64", "train.log_every=1", "model.dim=4")
+    train_run(config.load("movielens-din", [*keys, "run.name=one"]))
+    result = start_training(
+        tmp_path, "ranks=2", "data.deal=length", "data.workers=1", recipe=("movielens-din", *keys, "run.name=two")
+    )
+    assert result.returncode == 0, result.stderr
     assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), abs=1e-5)
-    result = run_training(tmp_path, "ranks=2", "data.deal=length", recipe=(*keys, "data.history=0", "model.kind=din"))
-    assert result.returncode == 2 and "model.kind=din reads histories, and the data has none" in result.stderr

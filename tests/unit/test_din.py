@@ -1,5 +1,7 @@
 """DIN compared with padded PyTorch; its runs, exports and plans."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -80,9 +82,10 @@ def test_din_equals_its_formula():
 
 
 def test_pooling_by_mean_is_the_same_model_without_attention():
-    attended, pooled = (
+    models: list[Any] = [
         din(ClickInputs(Visits(), SGD(lr=0.1)), **SMALL, pooling=pooling) for pooling in ("attention", "mean")
-    )
+    ]
+    attended, pooled = models
     assert attended.dense.deep.steps[0].weight.shape == pooled.dense.deep.steps[0].weight.shape
     assert not pooled.dense.blocks and {f.pooling for f in pooled.sparse.features} == {"sum", "mean"}
     assert pooled(visits(0, 9, dtype=torch.float32)).shape == (9,)

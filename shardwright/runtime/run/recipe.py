@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from shardwright.data.tokens.sequences import TokenSequences, open_tokens
 from shardwright.errors import UserError, did_you_mean
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import check_contract, sparse_of
-from shardwright.models.click_inputs import ClickInputs
+from shardwright.models.click_inputs import ClickInputs, ClickSource
 from shardwright.models.names import MODELS
 from shardwright.runtime.dense_layout import DenseOptimizer
 from shardwright.spec.optimizer import sparse_optimizer
@@ -110,7 +110,7 @@ def make_model(settings: Settings, source: Source | Transforms) -> nn.Module:
     available: dict[str, Any] = {"source": source}
     if settings.tables is not None:
         optimizer = sparse_optimizer(settings.tables.kind, **settings.tables.arguments)
-        available |= {"optimizer": optimizer, "inputs": ClickInputs(source, optimizer)}
+        available |= {"optimizer": optimizer, "inputs": ClickInputs(cast(ClickSource, source), optimizer)}
     with torch.device("meta" if settings.model.kind in MODELS else "cpu"):
         model = _construct("model", settings.model, MODELS, available)
     check_contract(model)
