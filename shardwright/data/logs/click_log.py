@@ -41,7 +41,9 @@ def open_log(
     log, parsed_schema = _resolve_log(kind, Path(path), schema)
     with show_progress(path) as progress:
         directory = convert(Path(path), log, parsed_schema, Path(cache), strict=strict, progress=progress)
-    _warn_malformed(path, files.read(ConvertedLog, directory / "log.json"))
+    converted = files.read(ConvertedLog, directory / "log.json")
+    _warn_malformed(path, converted)
+    converted.check_labels()
     return ClickLog(
         str(directory),
         files.from_plain(Split, dict(split or {}), "data.split"),

@@ -1,8 +1,9 @@
 """Schema of a click log: the kind of each column, from a TOML file; and the schemas of known logs."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 from shardwright.errors import UserError, did_you_mean
 from shardwright.kernels.text_rows import ColumnKind
@@ -10,13 +11,14 @@ from shardwright.spec import files
 from shardwright.spec.checks import check_unique, raise_if_any
 
 ALL_OTHERS = "*"
+CLICK = "click"  # the name of the label in column `label`
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
     """Columns by meaning; other columns are not read. `categories = ["*"]` means all other columns."""
 
-    label: str
+    label: str = ""  # the column of the label "click", which every row has; empty: see `labels`
     positive: float | None = None  # a label of at least this value is a click; None: labels are 0 or 1
     numbers: tuple[str, ...] = ()
     categories: tuple[str, ...] = ()
@@ -30,6 +32,8 @@ class Schema:
     separator: str = "|"  # between the items of a list
     hexadecimal: bool = False  # categories are eight hex digits or missing
     tail: tuple[tuple[str, int], ...] = ()  # (category, number of its last bytes that are used)
+    labels: dict[str, str] = field(default_factory=dict)  # by name, the column of a label; it may be missing: NaN
+    positives: dict[str, float] = field(default_factory=dict)  # by name in `labels`, as `positive`
 
     def verify(self) -> None:
         raise_if_any(_validation_errors(self))
@@ -37,17 +41,34 @@ class Schema:
     @property
     def used_columns(self) -> tuple[str, ...]:
         """All columns that are read."""
-        single = (self.label, *(name for name in (self.weight, self.time) if name is not None))
+        single = (*self.label_columns.values(), *(name for name in (self.weight, self.time) if name is not None))
         return (*single, *self.numbers, *self.categories, *self.lists)
+
+    @property
+    def label_columns(self) -> dict[str, str]:
+        """The column of each label, by the label's name in a batch."""
+        return ({CLICK: self.label} if self.label else {}) | self.labels
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields that identify a schema in caches: those that came later only if they are set."""
+        return {key: value for key, value in asdict(self).items() if value or key not in ("labels", "positives")}
+
+    def identity_text(self) -> str:
+        """The representation that identifies a schema in digests; as `identity`."""
+        text = repr(self)
+        for key in ("labels", "positives"):
+            text = text.replace(f", {key}={{}}", "")
+        return text
 
     @property
     def columns_by_kind(self) -> dict[ColumnKind, tuple[str, ...]]:
         """Column names by the kind that the parser reads them as."""
         return {
-            "label": (self.label,),
+            "label": (self.label,) if self.label else (),
             "weight": () if self.weight is None else (self.weight,),
             "time": () if self.time is None else (self.time,),
-            "number": self.numbers,
+            "number": (*self.numbers, *self.labels.values()),
             "hexadecimal" if self.hexadecimal else "category": self.categories,
             "list": self.lists,
         }
@@ -65,6 +86,7 @@ class Schema:
 
 
 def _validation_errors(schema: Schema) -> Iterator[str]:
+    yield from _label_errors(schema)
     yield from check_unique("column", schema.used_columns)
     yield from check_unique("column", schema.columns)
     for key in ("delimiter", "separator"):
@@ -77,6 +99,21 @@ def _validation_errors(schema: Schema) -> Iterator[str]:
             yield f'tail of "{name}", which is not in categories{did_you_mean(name, schema.categories)}'
         if num_bytes < 1:
             yield f'tail of "{name}" is {num_bytes}; wanted 1 or more'
+
+
+def _label_errors(schema: Schema) -> Iterator[str]:
+    if not schema.label_columns:
+        yield 'no label: give `label`, the column of clicks, or `labels`, such as {click = "clicked", buy = "bought"}'
+    if schema.label and CLICK in schema.labels:
+        yield f'label and labels.{CLICK} both name the column of the label "{CLICK}"; drop one of them'
+    for name in schema.labels:
+        if not name.isidentifier():
+            yield f'labels: "{name}" is not a name of letters, digits and underscores'
+    for name in schema.positives:
+        if name not in schema.labels:
+            yield f'positives: "{name}" is not in labels{did_you_mean(name, schema.labels)}'
+    if schema.positive is not None and not schema.label:
+        yield "positive is of `label`, which is not given; write positives, by name in `labels`"
 
 
 _INTEGERS = tuple(f"I{number}" for number in range(1, 14))

@@ -136,7 +136,7 @@ class ClickLog:
         return statistics.load_or_compute(
             Path(self.cache) / f"statistics-{name}.npz",
             lambda: statistics.collect_statistics(
-                training._columns(), schema.label, categories, schema.numbers, training.memory // 2
+                training._columns(), schema.label_columns, categories, schema.numbers, training.memory // 2
             ),
         )
 
@@ -197,7 +197,7 @@ class ClickLog:
         """Approximate bytes of a decoded row, with 8 ids per list."""
         schema = self._info.schema
         num_ids = len(schema.categories) + self.encoding.buckets * len(schema.numbers) + 8 * len(schema.lists)
-        return 4 * (2 + len(schema.numbers) + num_ids * (1 if self.encoding.growth is None else 2))
+        return 4 * (2 + len(schema.labels) + len(schema.numbers) + num_ids * (1 if self.encoding.growth is None else 2))
 
     def _cache_rows(self, indices: np.ndarray) -> np.ndarray:
         """Map sample indices to row numbers of the cache."""

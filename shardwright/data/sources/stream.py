@@ -232,7 +232,7 @@ def open_stream(
     if memory * 2**30 < 1:
         raise UserError(f"data.memory={memory}; wanted more than 0 GiB")
     transforms, parsed_schema, parsed_encoding = _resolve_format(like, schema, encoding)
-    key = _digest(VERSION, str(Path(path).resolve()), asdict(parsed_schema), strict)
+    key = _digest(VERSION, str(Path(path).resolve()), parsed_schema.identity, strict)
     folder = Path(cache) / f"{Path(path).resolve().name}-{key}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
