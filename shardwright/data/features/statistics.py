@@ -102,8 +102,8 @@ class SplitStatistics:
         for name, (known, rate) in self.labels.items():
             if self.rows and rate in (0, 1):
                 return (
-                    f'label "{name}": all {known:,} that the {self.rows:,} training rows have are {rate:.0f}: nothing can '
-                    "be learned, and NE and AUC are undefined; check its column, and `positives` in the schema"
+                    f'label "{name}": all {known:,} that the {self.rows:,} training rows have are {rate:.0f}: nothing '
+                    "can be learned, and NE and AUC are undefined; check its column, and `positives` in the schema"
                 )
         return ""
 

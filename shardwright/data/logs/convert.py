@@ -10,7 +10,8 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -59,7 +60,7 @@ class ConvertedLog:
     in_time_order: bool  # False: order.npy holds the row numbers sorted by time
     malformed: int
     faults: tuple[tuple[int, str], ...]  # line and reason of the first MAX_FAULTS malformed rows
-    known: dict[str, int] = field(default_factory=dict)  # by label in `schema.labels`, the rows that have it
+    known: dict[str, int] = dataclass_field(default_factory=dict)  # by label in `schema.labels`, the rows that have it
 
     def check_labels(self) -> None:
         """Raise an error if a label is missing in every row."""
@@ -168,8 +169,8 @@ def _to_label(path: Path, schema: Schema, name: str, values: np.ndarray) -> np.n
     invalid = values[~(np.isnan(values) | (values == 0) | (values == 1))]
     if len(invalid):
         raise UserError(
-            f'{path}: label "{name}": column "{schema.labels[name]}" has {invalid[0]:g}; wanted 0, 1 or nothing; or set '
-            f"positives.{name} in the schema to the value from which on it is 1"
+            f'{path}: label "{name}": column "{schema.labels[name]}" has {invalid[0]:g}; wanted 0, 1 or nothing; or '
+            f"set positives.{name} in the schema to the value from which on it is 1"
         )
     return values
 

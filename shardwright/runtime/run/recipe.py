@@ -19,11 +19,12 @@ from shardwright.data.loading.loader import Loader
 from shardwright.data.logs.click_log import open_log
 from shardwright.data.sources.source import Source, Subset
 from shardwright.data.sources.stream import open_stream
-from shardwright.data.sources.synthetic import ClickStream
+from shardwright.data.sources.synthetic import ClickStream, TaskStream
 from shardwright.data.tokens.grammar import Grammar
 from shardwright.data.tokens.sequences import TokenSequences, open_tokens
 from shardwright.errors import UserError, did_you_mean
 from shardwright.layers.loss import BinaryLoss
+from shardwright.layers.task_losses import TaskLosses
 from shardwright.measure.describe import check_contract, sparse_of
 from shardwright.models.names import MODELS
 from shardwright.runtime.dense_layout import DenseOptimizer
@@ -49,7 +50,7 @@ def evaluation_source(settings: Settings, source: Source, position: int) -> Subs
     size = settings.train.eval_samples
     if not size:
         return None
-    if isinstance(source, ClickStream):
+    if isinstance(source, ClickStream | TaskStream):
         return Subset(replace(source, seed=~source.seed), position, position + size)
     held_out = getattr(source, "evaluation", None)
     if held_out is None:
@@ -71,6 +72,9 @@ def best_scores(held_out: Source, scores: Mapping[str, float]) -> dict[str, floa
         return {}
     if isinstance(held_out.source, ClickStream) and "ne" in scores:
         return {"bound_ne": held_out.source.bound(held_out.lo, held_out.hi).ne}
+    if isinstance(held_out.source, TaskStream):
+        bounds = held_out.source.bound(held_out.lo, held_out.hi)
+        return {f"{name}.bound_ne": best.ne for name, best in bounds.items() if f"{name}.ne" in scores}
     if isinstance(held_out.source, Grammar):
         return {"bound_loss": held_out.source.bound(held_out.lo, held_out.hi)}
     return {}
@@ -115,8 +119,10 @@ def make_model(settings: Settings, source: Source | Transforms) -> nn.Module:
     if settings.tables is not None and sparse_of(model) is None:
         raise UserError(f"section [tables] is given, but model.kind={settings.model.kind} has no tables; drop it")
     if smoothing := settings.train.label_smoothing:
-        if not isinstance(model.loss, BinaryLoss):
-            raise UserError(f"train.label_smoothing needs BinaryLoss, not {type(model.loss).__name__}; drop it")
+        if not isinstance(model.loss, BinaryLoss | TaskLosses):
+            raise UserError(
+                f"train.label_smoothing needs BinaryLoss or TaskLosses, not {type(model.loss).__name__}; drop it"
+            )
         model.loss.smoothing = smoothing
     return model
 
@@ -149,6 +155,7 @@ LOG_KINDS = ("criteo", "avazu", "movielens", "log")
 SOURCES = MappingProxyType(
     {
         "synthetic": ClickStream,
+        "synthetic_tasks": TaskStream,
         "tokens": open_tokens,
         "stream": open_stream,
         "graph": open_graph,
