@@ -246,8 +246,10 @@ class TaskStream:
         """The true probabilities (B,) of click and buy, float64."""
         return {"click": self.clicks().probability(indices), "buy": self._buy_probability(indices)}
 
-    def bound(self, lo: int, hi: int) -> dict[str, BestScores]:
-        """By label, the best reachable scores on the known labels of samples lo to hi - 1."""
+    def bound(self, lo: int, hi: int, label: str) -> BestScores:
+        """Best reachable scores of a label on the samples lo to hi - 1 that have it."""
+        if label == "click":
+            return self.clicks().bound(lo, hi)
         scored: list[tuple[np.ndarray, np.ndarray]] = []
         for start in range(lo, hi, CHUNK):
             indices = np.arange(start, min(start + CHUNK, hi))
@@ -259,7 +261,7 @@ class TaskStream:
             raise UserError(f"task stream: samples {lo}..{hi} all have the same label; give a longer range")
         rate, loss = float(buy.mean(dtype=np.float64)), -float(np.log(np.where(buy > 0, p, 1 - p)).mean())
         entropy = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
-        return {"click": self.clicks().bound(lo, hi), "buy": BestScores(loss / entropy, loss, rate)}
+        return BestScores(loss / entropy, loss, rate)
 
     def _buy_probability(self, indices: np.ndarray) -> np.ndarray:
         clicks = self.clicks()

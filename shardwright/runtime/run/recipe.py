@@ -66,15 +66,19 @@ def evaluation_source(settings: Settings, source: Source, position: int) -> Subs
     return Subset(samples, 0, size if samples.size is None else min(size, samples.size))
 
 
-def best_scores(held_out: Source, scores: Mapping[str, float]) -> dict[str, float]:
-    """The best reachable scores on held-out samples of a generated source; empty for other sources."""
+def best_scores(held_out: Source, scores: Mapping[str, float], labels: Mapping[str, str]) -> dict[str, float]:
+    """The best reachable scores on held-out samples of a generated source; empty for other sources.
+
+    `labels`: of the model, by the prefix of their scores' names.
+    """
     if not isinstance(held_out, Subset):
         return {}
     if isinstance(held_out.source, ClickStream) and "ne" in scores:
         return {"bound_ne": held_out.source.bound(held_out.lo, held_out.hi).ne}
     if isinstance(held_out.source, TaskStream):
-        bounds = held_out.source.bound(held_out.lo, held_out.hi)
-        return {f"{name}.bound_ne": best.ne for name, best in bounds.items() if f"{name}.ne" in scores}
+        scored = {prefix: label for prefix, label in labels.items() if f"{prefix}ne" in scores}
+        bounds = {prefix: held_out.source.bound(held_out.lo, held_out.hi, label) for prefix, label in scored.items()}
+        return {f"{prefix}bound_ne": best.ne for prefix, best in bounds.items()}
     if isinstance(held_out.source, Grammar):
         return {"bound_loss": held_out.source.bound(held_out.lo, held_out.hi)}
     return {}
