@@ -86,6 +86,7 @@ class MetricsLine:
     mfu_full: float | None = None
     accuracy: float | None = None
     accuracy_all_neighbors: float | None = None
+    tasks: tuple[tuple[str, "MetricsLine"], ...] = ()  # by name, the metrics of each task of a model with several
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,24 @@ class Metrics:
     def last_line(self) -> MetricsLine | None:
         lines = [*self.train, *self.evals, *([self.end] if self.end else [])]
         return max(lines, key=lambda line: line.step, default=None)
+
+    @property
+    def final(self) -> MetricsLine | None:
+        """The last scores: of the test split, else of an evaluation, else progressive."""
+        return self.test or next(reversed((*self.progressive[-1:], *self.evals[-1:])), None)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The names of the tasks of a model with several."""
+        return tuple(dict.fromkeys(name for line in (*self.train, *self.evals) for name, _ in line.tasks))
+
+    def of_task(self, name: str) -> "Metrics":
+        """The training windows and evaluations of one task."""
+        train, evals, progressive, test = (
+            tuple(dict(line.tasks)[name] for line in lines if name in dict(line.tasks))
+            for lines in (self.train, self.evals, self.progressive, (self.test,) if self.test else ())
+        )
+        return Metrics(train, evals, progressive, next(iter(test), None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +284,27 @@ def parse_metrics_line(text: bytes, where: str) -> MetricsLine:
     for name in METRIC_NAMES:
         if type(value.get(name)) not in (int, float, type(None)):
             raise UserError(f"{where}: {name} is {value[name]!r}; wanted a number")
-    return MetricsLine(kind, value["step"], value["samples"], **{name: value.get(name) for name in METRIC_NAMES})
+    return MetricsLine(
+        kind,
+        value["step"],
+        value["samples"],
+        **{name: value.get(name) for name in METRIC_NAMES},
+        tasks=tuple(_task_lines(value, where)),
+    )
+
+
+def _task_lines(value: Mapping[str, Any], where: str) -> Iterator[tuple[str, MetricsLine]]:
+    """The metrics of each task, whose names in a line are "buy.auc"."""
+    values_of: dict[str, dict[str, float]] = {}
+    for key, number in value.items():
+        task, dot, name = key.partition(".")
+        if not dot or name not in METRIC_NAMES:
+            continue
+        if type(number) not in (int, float):
+            raise UserError(f"{where}: {key} is {number!r}; wanted a number")
+        values_of.setdefault(task, {})[name] = number
+    for task, values in values_of.items():
+        yield task, MetricsLine(value["kind"], value["step"], value["samples"], **values)
 
 
 def read_machine_windows(path: Path) -> Iterator[MachineWindow]:

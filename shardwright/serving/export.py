@@ -31,6 +31,7 @@ from shardwright.kernels.finite import check_finite
 from shardwright.layers.embedding import EmbeddingTables
 from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.table_weights import TableWeights
+from shardwright.layers.task_losses import TaskLosses
 from shardwright.measure.describe import sparse_of
 from shardwright.rectangle import Rectangle, dtype_name, full_rectangle
 from shardwright.runtime.materialize import materialize
@@ -118,7 +119,7 @@ def export(
                 course["line"],
                 course["time"],
                 str(source.path),
-                PROBABILITY if isinstance(model.loss, BinaryLoss) else LOGIT,
+                PROBABILITY if isinstance(model.loss, BinaryLoss | TaskLosses) else LOGIT,
                 example.features.features,
                 example.numbers.shape[1],
                 dtype_name(example.numbers.dtype),
@@ -132,6 +133,7 @@ def export(
                 "" if transforms is None else transforms.digest,
                 {name: manifest.file_digest(draft / name) for name in file_names},
                 _initial_numbers(source),
+                tuple(task.name for task in model.loss.tasks) if isinstance(model.loss, TaskLosses) else (),
             )
             files.write(export_manifest, draft / MANIFEST_FILE)
             for path in (*draft.rglob("*"), draft):
