@@ -308,6 +308,7 @@ def to_keyed(jagged: Jagged, keyed: Any) -> Any:
 def check_batch(batch: Batch, *, allow_zero_weights: bool = False) -> None:
     """Raise UserError for a batch with inconsistent lengths or values that are not finite.
 
+    A label that is NaN is missing: the losses that use it check whether it may be.
     `allow_zero_weights`: accept a batch whose sample weights are all 0, which a local batch may have.
     """
     jagged = batch.features
@@ -328,7 +329,7 @@ def check_batch(batch: Batch, *, allow_zero_weights: bool = False) -> None:
     columns |= {f'label "{name}"': label for name, label in batch.labels.items()}
     for name, column in columns.items():
         if column is not None:
-            _check_column(name, column, batch.batch_size)
+            _check_column(name, column, batch.batch_size, allow_nan=name.startswith("label"))
     if batch.weights is not None and batch.batch_size:
         if float(batch.weights.min()) < 0:
             raise UserError(
@@ -348,12 +349,12 @@ def _check_id_weights(weights: Tensor, values: Tensor) -> None:
             raise UserError(f"id weights: weight {position} is {weights[position].item()}; clean or drop the id")
 
 
-def _check_column(name: str, column: Tensor, batch_size: int) -> None:
+def _check_column(name: str, column: Tensor, batch_size: int, *, allow_nan: bool) -> None:
     if column.dim() == 0 or column.shape[0] != batch_size:
         raise UserError(f"{name}: shape {tuple(column.shape)} in a batch of {batch_size} samples")
     if not column.is_floating_point() or math.isfinite(column.sum().item()):
         return  # a sum is finite only if all terms are
-    bad_positions = (~torch.isfinite(column)).nonzero()
+    bad_positions = (column.isinf() if allow_nan else ~torch.isfinite(column)).nonzero()
     if bad_positions.numel():
         position = bad_positions[0].tolist()
         location = f"sample {position[0]}" + (f", column {position[1]}" if len(position) > 1 else "")

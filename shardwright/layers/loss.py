@@ -30,6 +30,11 @@ def checked_labels(losses: Collection[nn.Module]) -> Iterator[None]:
         _CHECKED.reset(token)
 
 
+def is_checked(loss: nn.Module, labels: Tensor) -> bool:
+    """Whether these labels need no check: on the meta device, or on a GPU and checked on the CPU before."""
+    return labels.is_meta or labels.is_cuda and loss in _CHECKED.get()
+
+
 class BinaryLoss(nn.Module):
     """Mean binary cross entropy of one logit per sample, weighted by the batch's sample weights.
 
@@ -52,7 +57,7 @@ class BinaryLoss(nn.Module):
                 f'label "{self.label}" has shape {tuple(labels.shape)}; wanted one number per sample, '
                 f"({batch.batch_size},)"
             )
-        if not labels.is_meta and not (labels.is_cuda and self in _CHECKED.get()):
+        if not is_checked(self, labels):
             invalid = ((labels != 0) & (labels != 1)).nonzero()
             if invalid.numel():
                 sample = int(invalid[0])

@@ -11,10 +11,13 @@ from torch import nn
 
 from shardwright.config import fill_dataclass, resolve_name
 from shardwright.errors import UserError, did_you_mean
+from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.ensemble import EnsembleSpec
 from shardwright.layers.in_batch_softmax import SoftmaxSpec
 from shardwright.layers.mixing import INTERACTIONS, InteractionBuilder
 from shardwright.layers.moe import MoESpec
+from shardwright.layers.task_experts import ExtractionSpec
+from shardwright.layers.task_losses import LabelTask
 from shardwright.models.autoint import AutoInt
 from shardwright.models.click_inputs import ClickInputs
 from shardwright.models.dcn import DCN
@@ -23,6 +26,7 @@ from shardwright.models.dhen import DHEN
 from shardwright.models.dlrm import DLRM
 from shardwright.models.het import HetDCN, HetDeepFM, HetModel, HetWideDeep
 from shardwright.models.logistic import LogisticRegression
+from shardwright.models.multi_task import MMoEDense, MultiTaskModel, PLEDense, SharedBottomDense
 from shardwright.models.two_tower import make_two_tower
 from shardwright.models.wide_deep import WideDeep
 
@@ -256,6 +260,69 @@ def two_tower(
     return make_two_tower(inputs.source, inputs.embedding_bags(dim, init=init), user, item, hidden, spec)
 
 
+def shared_bottom(
+    inputs: ClickInputs,
+    *,
+    tasks: Mapping[str, Any],
+    dim: int,
+    bottom: list[int],
+    tower_hidden: list[int],
+    init: float | None = None,
+) -> nn.Module:
+    build = partial(SharedBottomDense, bottom=bottom, tower_hidden=tower_hidden)
+    return _multi_task(build, inputs.embedding_bags(dim, init=init), inputs.source.num_dense, tasks)
+
+
+def mmoe(
+    inputs: ClickInputs,
+    *,
+    tasks: Mapping[str, Any],
+    dim: int,
+    num_experts: int,
+    expert_hidden: list[int],
+    tower_hidden: list[int],
+    init: float | None = None,
+) -> nn.Module:
+    build = partial(MMoEDense, num_experts=num_experts, expert_hidden=expert_hidden, tower_hidden=tower_hidden)
+    return _multi_task(build, inputs.embedding_bags(dim, init=init), inputs.source.num_dense, tasks)
+
+
+def ple(
+    inputs: ClickInputs,
+    *,
+    tasks: Mapping[str, Any],
+    dim: int,
+    extraction: Mapping[str, Any],
+    tower_hidden: list[int],
+    init: float | None = None,
+) -> nn.Module:
+    """PLE; `extraction` has the arguments of `ExtractionSpec`."""
+    spec = fill_dataclass("model.extraction", ExtractionSpec, extraction)
+    build = partial(PLEDense, extraction=spec, tower_hidden=tower_hidden)
+    return _multi_task(build, inputs.embedding_bags(dim, init=init), inputs.source.num_dense, tasks)
+
+
+def _multi_task(
+    build: Callable[[int, int], nn.Module], sparse: EmbeddingBags, num_dense: int, tasks: Mapping[str, Any]
+) -> nn.Module:
+    """A multi-task model; `tasks`: the label and weight of each, by name; a label's default is the task's name."""
+    specs = label_tasks(tasks)
+    return MultiTaskModel(sparse, build(num_dense + sum(sparse.dims), len(specs)), specs)
+
+
+def label_tasks(tasks: Mapping[str, Any]) -> tuple[LabelTask, ...]:
+    """The tasks of a recipe's section `model.tasks`."""
+    if not isinstance(tasks, Mapping) or not all(isinstance(settings, Mapping) for settings in tasks.values()):
+        raise UserError(f"model.tasks is {tasks!r}; wanted a section such as {{click = {{}}, buy = {{weight = 2.0}}}}")
+    for name in tasks:
+        if not name.isidentifier():
+            raise UserError(f'model.tasks: "{name}" is not a name of letters, digits and underscores')
+    return tuple(
+        fill_dataclass(f"model.tasks.{name}", LabelTask, {"label": name, **settings, "name": name})
+        for name, settings in tasks.items()
+    )
+
+
 CTR_MODELS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
     {
         "logistic": logistic,
@@ -271,5 +338,8 @@ CTR_MODELS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
         "het_deepfm": het_deepfm,
         "het_dcn": het_dcn,
         "two_tower": two_tower,
+        "shared_bottom": shared_bottom,
+        "mmoe": mmoe,
+        "ple": ple,
     }
 )

@@ -5,7 +5,7 @@ dark scheme. Figures without measured values are None.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from math import isfinite
 from statistics import fmean
@@ -38,8 +38,16 @@ def curves(metrics: Metrics, machine: Sequence[MachineWindow] = ()) -> tuple[Fig
     ranking = (auc(metrics), grouped_auc(metrics))
     speed = (throughput(metrics, machine), utilization(metrics))
     scores = normalized_entropy(metrics), *ranking, calibration(metrics), accuracy(metrics)
-    figures = (*scores, *retrieval(metrics), loss(metrics), perplexity(metrics), *speed)
+    by_task = (figure for name in metrics.tasks for figure in task_curves(name, metrics.of_task(name)))
+    figures = (*scores, *retrieval(metrics), *by_task, loss(metrics), perplexity(metrics), *speed)
     return tuple(figure for figure in figures if figure)
+
+
+def task_curves(name: str, metrics: Metrics) -> Iterator[Figure]:
+    """Figures of one task of a model with several."""
+    for figure in (normalized_entropy(metrics), auc(metrics), grouped_auc(metrics), calibration(metrics)):
+        if figure:
+            yield replace(figure, name=f"{name}-{figure.name}", title=f"{name}: {figure.title}", height=260)
 
 
 def normalized_entropy(metrics: Metrics) -> Figure | None:

@@ -179,7 +179,7 @@ def missing_measurements(metrics: Metrics) -> Iterator[str]:
     names = {"ne": "normalized entropy", "auc": "AUC", "calibration": "calibration"}
     if plots.has_tokens(metrics):
         names = {"mfu": "MFU"}
-    elif plots.has_classes(metrics) or plots.is_retrieval(metrics):
+    elif plots.has_classes(metrics) or plots.is_retrieval(metrics) or metrics.tasks:
         names = {}
     missing_names = [label for name, label in names.items() if not plots.metric_series(lines, name)[0]]
     if lines and missing_names:
@@ -255,8 +255,18 @@ def part_grid(timeline: Timeline, predicted: Timeline | None, stages: Sequence[S
     )
 
 
+def task_tiles(metrics: Metrics) -> Iterator[Tile]:
+    for name in metrics.tasks:
+        own = metrics.of_task(name)
+        value, note = outcome(own, final := own.final, "ne")
+        if final and final.bound_ne is not None:
+            note = f"best reachable (true probabilities): {decimal_text(final.bound_ne)}"
+        yield Tile(f"{name}: normalized entropy", value, note)
+        yield Tile(f"{name}: AUC", *outcome(own, final, "auc"))
+
+
 def tiles(metrics: Metrics) -> tuple[Tile, ...]:
-    final = metrics.test or next(reversed((*metrics.progressive[-1:], *metrics.evals[-1:])), None)
+    final = metrics.final
     has_clicks = any(line.ne is not None for line in (*metrics.train, *metrics.evals))
     loss_name = "log_loss" if final and final.kind == "progressive" else "loss"
     loss = Tile("Log loss" if has_clicks else "Loss", *outcome(metrics, final, loss_name))
@@ -265,6 +275,8 @@ def tiles(metrics: Metrics) -> tuple[Tile, ...]:
             loss = replace(loss, note=f"best reachable (true probabilities): {decimal_text(final.bound_loss)}")
         perplexity = Tile("Perplexity", *outcome(metrics, final, "perplexity"))
         return (perplexity, loss, *speed_tiles(metrics))
+    if metrics.tasks:
+        return (*task_tiles(metrics), loss, *speed_tiles(metrics))
     if not has_clicks:
         return (*accuracy_tiles(metrics, final), *retrieval_tiles(metrics, final), loss, *speed_tiles(metrics))
     value, note = outcome(metrics, final, "ne")

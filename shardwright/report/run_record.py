@@ -94,6 +94,7 @@ class MetricsLine:
     recall_at_100: float | None = None
     ndcg_at_10: float | None = None
     ndcg_at_100: float | None = None
+    tasks: tuple[tuple[str, "MetricsLine"], ...] = ()  # by name, the metrics of each task of a model with several
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,24 @@ class Metrics:
     def last_line(self) -> MetricsLine | None:
         lines = [*self.train, *self.evals, *([self.end] if self.end else [])]
         return max(lines, key=lambda line: line.step, default=None)
+
+    @property
+    def final(self) -> MetricsLine | None:
+        """The last scores: of the test split, else of an evaluation, else progressive."""
+        return self.test or next(reversed((*self.progressive[-1:], *self.evals[-1:])), None)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The names of the tasks of a model with several."""
+        return tuple(dict.fromkeys(name for line in (*self.train, *self.evals) for name, _ in line.tasks))
+
+    def of_task(self, name: str) -> "Metrics":
+        """The training windows and evaluations of one task."""
+        train, evals, progressive, test = (
+            tuple(dict(line.tasks)[name] for line in lines if name in dict(line.tasks))
+            for lines in (self.train, self.evals, self.progressive, (self.test,) if self.test else ())
+        )
+        return Metrics(train, evals, progressive, next(iter(test), None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +293,27 @@ def parse_metrics_line(text: bytes, where: str) -> MetricsLine:
     for key in keys.values():
         if type(value.get(key)) not in (int, float, type(None)):
             raise UserError(f"{where}: {key} is {value[key]!r}; wanted a number")
-    return MetricsLine(kind, value["step"], value["samples"], **{name: value.get(key) for name, key in keys.items()})
+    return MetricsLine(
+        kind,
+        value["step"],
+        value["samples"],
+        **{name: value.get(key) for name, key in keys.items()},
+        tasks=tuple(_task_lines(value, where)),
+    )
+
+
+def _task_lines(value: Mapping[str, Any], where: str) -> Iterator[tuple[str, MetricsLine]]:
+    """The metrics of each task, whose names in a line are "buy.auc"."""
+    values_of: dict[str, dict[str, float]] = {}
+    for key, number in value.items():
+        task, dot, name = key.partition(".")
+        if not dot or name not in METRIC_NAMES:
+            continue
+        if type(number) not in (int, float):
+            raise UserError(f"{where}: {key} is {number!r}; wanted a number")
+        values_of.setdefault(task, {})[name] = number
+    for task, values in values_of.items():
+        yield task, MetricsLine(value["kind"], value["step"], value["samples"], **values)
 
 
 def read_machine_windows(path: Path) -> Iterator[MachineWindow]:

@@ -3,7 +3,7 @@
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from statistics import median
 from types import MappingProxyType
@@ -145,6 +145,16 @@ def format_checkpoint_pauses(pauses: Sequence[float]) -> str:
     return f"{len(pauses)} checkpoint{'s' * (len(pauses) > 1)}; training waited {times}"
 
 
+def _task_scores(evaluation: Mapping[str, Any]) -> Iterator[str]:
+    """NE and AUC of each task of a model with several."""
+    for key, value in evaluation.items():
+        task, _, name = key.rpartition(".")
+        if not task or name not in ("ne", "auc"):
+            continue
+        best = evaluation.get(f"{task}.bound_ne") if name == "ne" else None
+        yield f"{task} {name.upper()} {value:.4f}" + ("" if best is None else f" (best reachable {best:.4f})")
+
+
 def summary(
     evaluation: Mapping[str, Any], samples_per_second: float, rates: Mapping[str, float] = MappingProxyType({})
 ) -> str:
@@ -154,6 +164,7 @@ def summary(
         parts.append(f"NE {evaluation['ne']:.4f}{bound}")
     if "auc" in evaluation:
         parts.append(f"AUC {evaluation['auc']:.4f}")
+    parts += _task_scores(evaluation)
     if "accuracy" in evaluation:
         everything = evaluation.get("accuracy_all_neighbors")
         note = "" if everything is None else f" (all neighbors {everything:.4f})"

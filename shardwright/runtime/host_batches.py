@@ -11,6 +11,7 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch, check_batch, find_id_bounds
 from shardwright.kernels.native import use_threads
 from shardwright.layers.loss import BinaryLoss
+from shardwright.layers.task_losses import TaskLosses
 
 
 class HostBatches:
@@ -38,9 +39,10 @@ class HostBatches:
         """The parts of the model's loss that have found no wrong label in any batch; others check on the GPU."""
         return frozenset(loss for loss in self._losses() if loss not in self._unchecked)
 
-    def _losses(self) -> list[BinaryLoss]:
+    def _losses(self) -> list[BinaryLoss | TaskLosses]:
         loss = self._model.loss
-        return [part for part in loss.modules() if isinstance(part, BinaryLoss)] if isinstance(loss, nn.Module) else []
+        parts = loss.modules() if isinstance(loss, nn.Module) else ()
+        return [part for part in parts if isinstance(part, BinaryLoss | TaskLosses)]
 
     def _prepare(self, batch: Batch) -> Batch:
         pinned = batch.map(Tensor.pin_memory)

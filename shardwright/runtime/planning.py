@@ -23,6 +23,7 @@ from shardwright.data.sources.source import Source
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, check_batch
 from shardwright.layers.loss import BinaryLoss, ClassLoss
+from shardwright.layers.task_losses import TaskLosses
 from shardwright.measure.describe import describe, sparse_of
 from shardwright.measure.device import has_fast_bf16_matmul
 from shardwright.planner import frontier
@@ -310,6 +311,6 @@ def _describe_first_batch(settings: Settings, source: Source, model: nn.Module) 
     sparse = sparse_of(model)
     if sparse is not None:
         sparse.check(sparse.read(batch.features))
-    if isinstance(model.loss, BinaryLoss | ClassLoss):
+    if isinstance(model.loss, BinaryLoss | ClassLoss | TaskLosses):
         model.loss.check(batch)
     return describe(model, batch, getattr(source, "statistics", None))

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwright.comm import collective
 from shardwright.comm.mesh import Mesh
 from shardwright.rectangle import dtype_name
-from shardwright.runtime.run.metrics import LifetimeMetrics, WindowMetrics
+from shardwright.runtime.run.metrics import TaskLifetimes, WindowMetrics
 
 
 class RankGroup:
@@ -81,7 +81,7 @@ class RankGroup:
         """Wait until all ranks call it."""
         self.all_gather(torch.zeros(1))
 
-    def all_reduce_lifetime(self, lifetime: LifetimeMetrics) -> LifetimeMetrics:
+    def all_reduce_lifetime(self, lifetime: TaskLifetimes) -> TaskLifetimes:
         """Add up the lifetime metrics of all ranks."""
         return lifetime.from_vector(self.all_gather(lifetime.to_vector().unsqueeze(0)).sum(0))
 

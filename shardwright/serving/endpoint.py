@@ -49,8 +49,11 @@ ScorerState = Mapping[str, float | int | str]
 class Scorer(Protocol):
     """Interface of the model behind an endpoint, such as `Predictor`."""
 
-    def answer(self, samples: Sequence[Mapping[str, Any]]) -> tuple[int, list[float]]:
-        """Return the model's training step and a score per sample; raise UserError if a sample is invalid."""
+    def answer(self, samples: Sequence[Mapping[str, Any]]) -> tuple[int, list[Any]]:
+        """Return the model's training step and a score per sample, or a dict of scores by task.
+
+        Raises UserError if a sample is invalid.
+        """
         ...
 
     def state(self) -> ScorerState:

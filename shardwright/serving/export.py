@@ -33,6 +33,7 @@ from shardwright.layers.embedding import EmbeddingTables
 from shardwright.layers.in_batch_softmax import InBatchSoftmax
 from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.table_weights import TableWeights
+from shardwright.layers.task_losses import TaskLosses
 from shardwright.measure.describe import sparse_of
 from shardwright.models.two_tower import TwoTower
 from shardwright.rectangle import Rectangle, dtype_name, full_rectangle
@@ -139,6 +140,7 @@ def export(
                 "" if transforms is None else transforms.digest,
                 {name: manifest.file_digest(draft / name) for name in file_names},
                 _initial_numbers(source),
+                tuple(task.name for task in model.loss.tasks) if isinstance(model.loss, TaskLosses) else (),
             )
             if isinstance(model, TwoTower) and data is not None and data.size is not None:
                 export_manifest = item_vectors.add(export_manifest, draft, model, data)
@@ -157,7 +159,7 @@ def _scores_of(model: Any) -> str:
     """What the outputs of a model are, of the kinds in serving/manifest.py."""
     if isinstance(model.loss, InBatchSoftmax):
         return VECTORS
-    return PROBABILITY if isinstance(model.loss, BinaryLoss) else LOGIT
+    return PROBABILITY if isinstance(model.loss, BinaryLoss | TaskLosses) else LOGIT
 
 
 def _initial_numbers(source: Checkpoint) -> dict[str, tuple[int, float]]:

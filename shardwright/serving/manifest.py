@@ -43,6 +43,7 @@ class ExportManifest:
     transforms: str  # digest of the transforms; empty: requests have ids
     digests: dict[str, str]  # SHA-256 of all other files, by path
     initial: dict[str, tuple[int, float]] = field(default_factory=dict)  # by table that grows: seed and largest value
+    tasks: tuple[str, ...] = ()  # names of the scores of a sample, in order; empty: one score without a name
 
     @property
     def table_bytes(self) -> int:

@@ -100,14 +100,19 @@ class Predictor:
         dtype = getattr(torch, self.served.numbers)
         return parse_id_samples(self.served.features, self.served.num_dense, samples, dtype)
 
-    def answer(self, samples: Sequence[Mapping[str, Any]]) -> tuple[int, list[float]]:
-        """Score samples as `read` takes them; returns the weights' training step and a score per sample."""
+    def answer(self, samples: Sequence[Mapping[str, Any]]) -> tuple[int, list[Any]]:
+        """Score samples as `read` takes them; returns the weights' training step and a score per sample.
+
+        The score of a model with several tasks is a dict of each task's score by name.
+        """
         batch = self.read(samples)
         step, scores = self._score(batch)
+        if tasks := self.served.tasks:
+            return step, [dict(zip(tasks, values, strict=True)) for values in scores.tolist()]
         return step, scores.tolist()
 
     def scores(self, batch: Batch) -> Tensor:
-        """Score a batch in the combined format."""
+        """Score a batch in the combined format; one column per task for a model with several."""
         check_batch(batch)
         return self._score(replace(batch, features=select(batch.features, self.served.features)))[1]
 

@@ -133,6 +133,10 @@ def valid_batch() -> dict:
     return {"features": ids, "dense": torch.zeros(2, 3), "labels": {"click": torch.zeros(2)}}
 
 
+def test_a_label_that_is_nan_is_missing():
+    J.check_batch(Batch(**(valid_batch() | {"labels": {"click": torch.tensor([0.0, float("nan")])}})))
+
+
 def site_user_ids(values, lengths) -> Jagged:
     return Jagged(("site", "user"), torch.tensor(values), torch.tensor(lengths))
 

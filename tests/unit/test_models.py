@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright import config
-from shardwright.data.sources.synthetic import ClickStream
+from shardwright.data.sources.synthetic import ClickStream, TaskStream
 from shardwright.data.tokens.grammar import Grammar
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
@@ -101,6 +101,14 @@ SMALL_ARGUMENTS = {
     "het_wide_deep": {"dim": 8, "hidden": [5, 6]},
     "het_deepfm": {"dim": 8, "hidden": [5]},
     "het_dcn": {"dim": 8, "hidden": [5]},
+    "shared_bottom": {"tasks": {"click": {}}, "dim": 8, "bottom": [16], "tower_hidden": [5]},
+    "mmoe": {"tasks": {"click": {}}, "dim": 8, "num_experts": 3, "expert_hidden": [16], "tower_hidden": [5]},
+    "ple": {
+        "tasks": {"click": {}},
+        "dim": 8,
+        "extraction": {"experts": 2, "shared": 1, "hidden": [16]},
+        "tower_hidden": [],
+    },
 }
 
 
@@ -366,6 +374,14 @@ ARGUMENTS = {
     "het_wide_deep": {"dim": 8, "hidden": [5, 6]},
     "het_deepfm": {"dim": 8, "hidden": [5]},
     "het_dcn": {"dim": 8, "hidden": [5]},
+    "shared_bottom": {"tasks": {"click": {}}, "dim": 8, "bottom": [], "tower_hidden": [5]},
+    "mmoe": {"tasks": {"click": {}}, "dim": 8, "num_experts": 2, "expert_hidden": [6], "tower_hidden": []},
+    "ple": {
+        "tasks": {"click": {}},
+        "dim": 8,
+        "extraction": {"experts": 1, "shared": 2, "hidden": [6, 5], "layers": 3},
+        "tower_hidden": [5],
+    },
 }
 
 
@@ -387,7 +403,13 @@ def test_every_model_trains_with_and_without_numeric_features(name, num_dense):
 def test_every_recipe_builds_its_model(recipe):
     settings = config.load(recipe)
     graph = NumericNeighborhoods() if settings.tables is None else Neighborhoods()
-    sources = {"synthetic": ClickStream(), "tokens": Grammar(), "graph": graph, "synthetic_graph": graph}
+    sources = {
+        "synthetic": ClickStream(),
+        "synthetic_tasks": TaskStream(),
+        "tokens": Grammar(),
+        "graph": graph,
+        "synthetic_graph": graph,
+    }
     source = sources.get(settings.data.kind, FeatureSource(13))
     source = RatedMovies(settings.model.kind) if settings.data.kind == "movielens" else source
     model = make_model(settings, source)  # pyright: ignore[reportArgumentType]

@@ -7,7 +7,7 @@ The counters have a memory limit: counts are exact while all distinct values of 
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -83,19 +83,28 @@ class SplitStatistics:
     """Statistics of one split of a click log, by column."""
 
     rows: int
-    base_rate: float  # mean label
+    base_rate: float  # mean of the first label
     counts: Mapping[str, ValueCounts]
     plain: Mapping[str, Moments]
     logarithmic: Mapping[str, Moments]  # of log1p(|x|) with the sign of x
+    labels: Mapping[str, tuple[int, float]] = field(default_factory=dict)  # by name: rows that have it, and its mean
 
     @property
     def warning(self) -> str:
         """Why nothing can be learned from these rows; empty if something can."""
-        if self.rows and self.base_rate in (0, 1):
-            return (
-                f"all {self.rows:,} training labels are {self.base_rate:.0f}: nothing can be learned, and NE and AUC "
-                "are undefined; check the label column, and `positive` in the schema"
-            )
+        if len(self.labels) < 2:
+            if self.rows and self.base_rate in (0, 1):
+                return (
+                    f"all {self.rows:,} training labels are {self.base_rate:.0f}: nothing can be learned, and NE and "
+                    "AUC are undefined; check the label column, and `positive` in the schema"
+                )
+            return ""
+        for name, (known, rate) in self.labels.items():
+            if self.rows and rate in (0, 1):
+                return (
+                    f'label "{name}": all {known:,} that the {self.rows:,} training rows have are {rate:.0f}: nothing '
+                    "can be learned, and NE and AUC are undefined; check its column, and `positives` in the schema"
+                )
         return ""
 
 
@@ -107,17 +116,23 @@ def signed_log1p(numbers: np.ndarray) -> np.ndarray:
 
 
 def collect_statistics(
-    chunks: Iterator[ColumnChunk], label: str, categories: tuple[str, ...], numbers: tuple[str, ...], memory: int
+    chunks: Iterator[ColumnChunk],
+    labels: Mapping[str, str],
+    categories: tuple[str, ...],
+    numbers: tuple[str, ...],
+    memory: int,
 ) -> SplitStatistics:
-    """Collect the statistics of all chunks; counters take about `memory` bytes."""
+    """Collect the statistics of all chunks; counters take about `memory` bytes. `labels`: their columns, by name."""
     max_values = max(1024, memory // COUNTER_BYTES_PER_VALUE // max(1, len(categories)))
     counters = {name: LossyCounter(max_values) for name in categories}
     totals = dict.fromkeys(categories, 0)
     sums = {name: np.zeros((2, 3)) for name in numbers}  # plain and logarithmic: count, sum, sum of squares
-    rows, clicks = 0, 0.0
+    rows, label_sums = 0, {name: np.zeros(2) for name in labels}  # rows that have it, sum
     for chunk in chunks:
-        rows += len(chunk[label])
-        clicks += float(chunk[label].sum())
+        for name, column in labels.items():
+            known = chunk[column][~np.isnan(chunk[column])]
+            label_sums[name] += len(known), float(known.sum())
+        rows += len(chunk[next(iter(labels.values()))])
         for name in categories:
             counters[name].add(chunk[name])
             totals[name] += int(np.count_nonzero(chunk[name]))
@@ -130,7 +145,8 @@ def collect_statistics(
         for name, counter in counters.items()
     }
     plain, logarithmic = ({name: _moments(sums[name][row], rows) for name in numbers} for row in range(2))
-    return SplitStatistics(rows, clicks / rows if rows else 0.0, counts, plain, logarithmic)
+    rates = {name: (int(known), float(total / known) if known else 0.0) for name, (known, total) in label_sums.items()}
+    return SplitStatistics(rows, next(iter(rates.values()))[1], counts, plain, logarithmic, rates)
 
 
 def load_or_compute(path: Path, compute: Callable[[], SplitStatistics]) -> SplitStatistics:
@@ -155,6 +171,7 @@ def _to_arrays(split: SplitStatistics) -> dict[str, np.ndarray]:
     for name, counts in split.counts.items():
         arrays[f"codes/{name}"], arrays[f"counts/{name}"] = counts.codes, counts.counts
         arrays[f"about/{name}"] = np.array([counts.num_distinct, counts.max_error, counts.total])
+    arrays |= {f"label/{name}": np.array(values) for name, values in split.labels.items()}
     for kind in ("plain", "logarithmic"):
         for name, moments in getattr(split, kind).items():
             arrays[f"{kind}/{name}"] = np.array([moments.mean, moments.deviation, moments.missing])
@@ -181,4 +198,8 @@ def _load(path: Path) -> SplitStatistics:
         {key.partition("/")[2]: Moments(*(float(number) for number in arrays[key])) for key in keys[kind]}
         for kind in ("plain/", "logarithmic/")
     )
-    return SplitStatistics(rows, float(arrays["base_rate"][0]), counts, plain, logarithmic)
+    labels = {
+        key.partition("/")[2]: (int(known), float(rate))
+        for key, (known, rate) in ((key, array) for key, array in arrays.items() if key.startswith("label/"))
+    }
+    return SplitStatistics(rows, float(arrays["base_rate"][0]), counts, plain, logarithmic, labels)

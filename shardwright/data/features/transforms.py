@@ -59,7 +59,7 @@ class DecodedChunk(NamedTuple):
         np.ndarray
     )  # int32, int64 if tables grow; the ids of a sample are contiguous, since samples are drawn in random order
     numbers_RN: np.ndarray  # float32
-    label_R: np.ndarray
+    labels: dict[str, np.ndarray]  # by name (R,); NaN where it is missing
     weight_R: np.ndarray | None
     lists: dict[str, tuple[np.ndarray, np.ndarray]]  # ids, and the offsets (R + 1,) of each row's ids
 
@@ -112,10 +112,7 @@ class Transforms:
     def digest(self) -> str:
         """16 hex digits of a SHA-256 over the fields; equal digests transform equally."""
         encoding = repr(self.encoding).replace(", growth=None", "")  # transforms had a digest before tables could grow
-        schema = repr(self.schema)
-        if not self.histories:  # transforms had a digest before there were histories
-            schema = schema.partition(", histories=")[0] + ")"
-        sha = sha256(f"({schema}, {encoding}, {sorted(self.moments.items())!r})".encode())
+        sha = sha256(f"({self.schema.identity_text()}, {encoding}, {sorted(self.moments.items())!r})".encode())
         for name in sorted(self.vocabulary_codes):
             sha.update(name.encode() + np.ascontiguousarray(self.vocabulary_codes[name]).tobytes())
         return sha.hexdigest()[:16]
@@ -146,7 +143,8 @@ class Transforms:
     def decode(self, columns: Mapping[str, Any]) -> DecodedChunk:
         """Transform a chunk of the cache: an array per column, for a list column (codes, offsets)."""
         schema = self.schema
-        num_rows = len(columns[schema.label])
+        labels = {name: columns[column] for name, column in schema.label_columns.items()}
+        num_rows = len(next(iter(labels.values())))
         numbers_NR = np.empty((self.num_dense, num_rows), np.float32)
         for row, name in zip(numbers_NR, schema.numbers, strict=True):
             row[:] = columns[name]
@@ -155,7 +153,7 @@ class Transforms:
         return DecodedChunk(
             np.stack(ids, axis=1) if ids else np.empty((num_rows, 0), self._id_dtype),
             np.ascontiguousarray(self._normalize(numbers_NR).T),
-            columns[schema.label],
+            labels,
             None if schema.weight is None else columns[schema.weight],
             {name: (self._ids(name, codes), ends) for name, (codes, ends) in clean_lists(schema, columns).items()},
         )
@@ -165,13 +163,14 @@ class Transforms:
         schema = self.schema
         ids_BC = np.empty((num, len(self.single_id_features)), self._id_dtype)
         dense_BN = np.empty((num, self.num_dense), np.float32)
-        label_B = np.empty(num, np.float32)
+        labels = {name: np.empty(num, np.float32) for name in schema.label_columns}
         weight_B = None if schema.weight is None else np.empty(num, np.float32)
         bags: dict[str, list[Any]] = {name: [None] * num for name in schema.lists}
         for samples, chunk, rows in selections:
             ids_BC[samples] = chunk.ids_RC[rows]
             dense_BN[samples] = chunk.numbers_RN[rows]
-            label_B[samples] = chunk.label_R[rows]
+            for name, label_B in labels.items():
+                label_B[samples] = chunk.labels[name][rows]
             if weight_B is not None and chunk.weight_R is not None:
                 weight_B[samples] = chunk.weight_R[rows]
             for name, (ids, offsets) in chunk.lists.items():
@@ -187,7 +186,7 @@ class Transforms:
             values=values,
             lengths=lengths,
             dense=dense_BN,
-            labels={"click": label_B},
+            labels=labels,
             weights=weight_B,
         )
 
@@ -210,7 +209,7 @@ class Transforms:
                 unknown = str(next(name for name in sample if name not in allowed))[:60]  # from an untrusted client
                 raise UserError(f'sample {number}: unknown key "{unknown}"{did_you_mean(unknown, allowed)}')
         num = len(samples)
-        columns: dict[str, Any] = {schema.label: np.zeros(num, np.float32)}
+        columns: dict[str, Any] = {name: np.zeros(num, np.float32) for name in schema.label_columns.values()}
         if schema.weight is not None:
             columns[schema.weight] = np.ones(num, np.float32)
         for name in schema.numbers:

@@ -97,7 +97,9 @@ def _convert_log(path: str, log: LogFile, schema: Schema, cache: str, strict: bo
     """The directory of the converted log; converts it if it is not cached."""
     with show_progress(path) as progress:
         directory = convert(Path(path), log, schema, Path(cache), strict=strict, progress=progress)
-    _warn_malformed(path, files.read(ConvertedLog, directory / "log.json"))
+    converted = files.read(ConvertedLog, directory / "log.json")
+    _warn_malformed(path, converted)
+    converted.check_labels()
     return directory
 
 

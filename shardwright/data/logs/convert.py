@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -60,6 +61,16 @@ class ConvertedLog:
     in_time_order: bool  # False: order.npy holds the row numbers sorted by time
     malformed: int
     faults: tuple[tuple[int, str], ...]  # line and reason of the first MAX_FAULTS malformed rows
+    known: dict[str, int] = dataclass_field(default_factory=dict)  # by label in `schema.labels`, the rows that have it
+
+    def check_labels(self) -> None:
+        """Raise an error if a label is missing in every row."""
+        for name, num in self.known.items():
+            if not num:
+                raise UserError(
+                    f'{self.origin}: label "{name}": column "{self.schema.labels[name]}" is empty in all '
+                    f"{self.rows:,} rows; drop it from `labels` in the schema, or add its values to the log"
+                )
 
 
 def convert(
@@ -116,14 +127,19 @@ def _write_cache(
     path: Path, log: LogFile, schema: Schema, draft: Path, strict: bool, progress: Callable[[int, int], None]
 ) -> None:
     malformed, faults, times = 0, [], []
+    known = dict.fromkeys(schema.labels, 0)
+    first_label = next(iter(schema.label_columns.values()))
     with RowGroupWriter(draft / ROWS_FILE, _arrow_schema(schema)) as groups:
         for part in log.read_parts(schema, ROW_GROUP_SIZE, lambda done: progress(done, log.num_bytes)):
             if strict and part.faults:
                 raise _malformed_error(path, part.faults[0])
             malformed += len(part.faults)
             faults += part.faults[: MAX_FAULTS - len(faults)]
-            if len(part.columns[schema.label]):
+            if len(part.columns[first_label]):
                 check_sides(schema, part.columns, str(path), groups.rows)
+                for name, column in schema.labels.items():
+                    part.columns[column] = _to_label(path, schema, name, part.columns[column])
+                    known[name] += int(np.count_nonzero(~np.isnan(part.columns[column])))
                 groups.add(part)
                 if schema.time is not None:
                     times.append(part.columns[schema.time].copy())
@@ -144,7 +160,21 @@ def _write_cache(
     if not is_in_order:
         np.save(draft / "order.npy", np.argsort(time, kind="stable"), allow_pickle=False)
     reasons = tuple((fault.line, fault.reason) for fault in faults)
-    files.write(ConvertedLog(VERSION, str(path), schema, rows, is_in_order, malformed, reasons), draft / "log.json")
+    converted = ConvertedLog(VERSION, str(path), schema, rows, is_in_order, malformed, reasons, known)
+    files.write(converted, draft / "log.json")
+
+
+def _to_label(path: Path, schema: Schema, name: str, values: np.ndarray) -> np.ndarray:
+    """The values of a column as a label: 0 or 1, or NaN where it is missing."""
+    if name in schema.positives:
+        return np.where(np.isnan(values), values, values >= schema.positives[name]).astype(np.float32)
+    invalid = values[~(np.isnan(values) | (values == 0) | (values == 1))]
+    if len(invalid):
+        raise UserError(
+            f'{path}: label "{name}": column "{schema.labels[name]}" has {invalid[0]:g}; wanted 0, 1 or nothing; or '
+            f"set positives.{name} in the schema to the value from which on it is 1"
+        )
+    return values
 
 
 class RowGroupWriter:

@@ -11,7 +11,9 @@ from shardwright.spec import files
 from shardwright.spec.checks import check_unique, raise_if_any
 
 ALL_OTHERS = "*"
-HISTORY_FIELDS = ("histories", "sides", "history_length", "history_times")
+# Fields that came after the first version: caches and digests have them only if they are set.
+LATER_FIELDS = ("histories", "sides", "history_length", "history_times", "labels", "positives")
+CLICK = "click"  # the name of the label in column `label`
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class Schema:
     that it is a history of. A side column has one id for each id of its history.
     """
 
-    label: str
+    label: str = ""  # the column of the label "click", which every row has; empty: see `labels`
     positive: float | None = None  # a label of at least this value is a click; None: labels are 0 or 1
     numbers: tuple[str, ...] = ()
     categories: tuple[str, ...] = ()
@@ -40,6 +42,8 @@ class Schema:
     sides: Mapping[str, str] = field(default_factory=dict)  # by list: its history
     history_length: int = 0  # ids of a history that are used, the last ones; 0: all
     history_times: Mapping[str, str] = field(default_factory=dict)  # by history: list of times, to check the order
+    labels: dict[str, str] = field(default_factory=dict)  # by name, the column of a label; it may be missing: NaN
+    positives: dict[str, float] = field(default_factory=dict)  # by name in `labels`, as `positive`
 
     def verify(self) -> None:
         raise_if_any(_validation_errors(self))
@@ -47,25 +51,33 @@ class Schema:
     @property
     def used_columns(self) -> tuple[str, ...]:
         """All columns that are read."""
-        single = (self.label, *(name for name in (self.weight, self.time) if name is not None))
+        single = (*self.label_columns.values(), *(name for name in (self.weight, self.time) if name is not None))
         return (*single, *self.numbers, *self.categories, *self.lists, *self.history_times.values())
+
+    @property
+    def label_columns(self) -> dict[str, str]:
+        """The column of each label, by the label's name in a batch."""
+        return ({CLICK: self.label} if self.label else {}) | self.labels
+
+    def identity_text(self) -> str:
+        """The representation that identifies a schema in digests; its fields are those of `plain`."""
+        return f"Schema({', '.join(f'{name}={getattr(self, name)!r}' for name in self.plain())})"
 
     @property
     def columns_by_kind(self) -> dict[ColumnKind, tuple[str, ...]]:
         """Column names by the kind that the parser reads them as."""
         return {
-            "label": (self.label,),
+            "label": (self.label,) if self.label else (),
             "weight": () if self.weight is None else (self.weight,),
             "time": () if self.time is None else (self.time,),
-            "number": self.numbers,
+            "number": (*self.numbers, *self.labels.values()),
             "hexadecimal" if self.hexadecimal else "category": self.categories,
             "list": self.lists,
         }
 
     def plain(self) -> dict[str, Any]:
-        """All fields, those of histories only if there are any; digests are computed from it."""
-        fields = asdict(self)
-        return fields if self.histories else {name: fields[name] for name in fields if name not in HISTORY_FIELDS}
+        """The fields that identify a schema in caches."""
+        return {name: value for name, value in asdict(self).items() if value or name not in LATER_FIELDS}
 
     def resolve(self, columns: Sequence[str], origin: str) -> "Schema":
         """Expand "*" for a file with `columns`; raises UserError if a column is missing."""
@@ -80,6 +92,7 @@ class Schema:
 
 
 def _validation_errors(schema: Schema) -> Iterator[str]:
+    yield from _label_errors(schema)
     yield from check_unique("column", schema.used_columns)
     yield from check_unique("column", schema.columns)
     for key in ("delimiter", "separator"):
@@ -112,6 +125,21 @@ def _history_errors(schema: Schema) -> Iterator[str]:
             yield f'history_times of "{name}", which is no history{did_you_mean(name, schema.histories)}'
     if schema.history_length < 0 or (schema.history_length and not schema.histories):
         yield f"history_length is {schema.history_length}; wanted 0 for all ids, or more with at least one history"
+
+
+def _label_errors(schema: Schema) -> Iterator[str]:
+    if not schema.label_columns:
+        yield 'no label: give `label`, the column of clicks, or `labels`, such as {click = "clicked", buy = "bought"}'
+    if schema.label and CLICK in schema.labels:
+        yield f'label and labels.{CLICK} both name the column of the label "{CLICK}"; drop one of them'
+    for name in schema.labels:
+        if not name.isidentifier():
+            yield f'labels: "{name}" is not a name of letters, digits and underscores'
+    for name in schema.positives:
+        if name not in schema.labels:
+            yield f'positives: "{name}" is not in labels{did_you_mean(name, schema.labels)}'
+    if schema.positive is not None and not schema.label:
+        yield "positive is of `label`, which is not given; write positives, by name in `labels`"
 
 
 _INTEGERS = tuple(f"I{number}" for number in range(1, 14))

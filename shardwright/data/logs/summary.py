@@ -63,7 +63,7 @@ def format_inspection(inspection: Inspection) -> Iterator[tuple[str, tuple[str, 
     facts = [
         ("rows", f"{log.rows:,}"),
         ("malformed rows", f"{log.malformed:,}"),
-        ("base rate", f"{statistics.base_rate:.4f}"),
+        *_label_facts(statistics),
         ("in time", order),
         *((("warning", statistics.warning),) if statistics.warning else ()),
     ]
@@ -78,6 +78,14 @@ def format_inspection(inspection: Inspection) -> Iterator[tuple[str, tuple[str, 
     ]
     if numbers:
         yield "numbers", ("column", "missing", "mean", "deviation"), numbers
+
+
+def _label_facts(statistics: SplitStatistics) -> Iterator[tuple[str, str]]:
+    if len(statistics.labels) < 2:
+        yield "base rate", f"{statistics.base_rate:.4f}"
+        return
+    for name, (known, rate) in statistics.labels.items():
+        yield f"base rate of {name}", f"{rate:.4f}, of {known / max(1, statistics.rows):.1%} of the rows"
 
 
 def _summarize_column(name: str, counts: ValueCounts, rows: int) -> ColumnSummary:

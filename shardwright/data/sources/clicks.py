@@ -167,7 +167,7 @@ class ClickLog:
         return statistics.load_or_compute(
             Path(self.cache) / f"statistics-{name}.npz",
             lambda: statistics.collect_statistics(
-                training._columns(), schema.label, categories, schema.numbers, training.memory // 2
+                training._columns(), schema.label_columns, categories, schema.numbers, training.memory // 2
             ),
         )
 
@@ -237,7 +237,7 @@ class ClickLog:
         num_histories = len(schema.histories.keys() | schema.sides.keys())
         num_ids = len(schema.categories) + self.encoding.buckets * len(schema.numbers)
         num_ids += 8 * (len(schema.lists) - num_histories) + (schema.history_length or 8) * num_histories
-        return 4 * (2 + len(schema.numbers) + num_ids * (1 if self.encoding.growth is None else 2))
+        return 4 * (2 + len(schema.labels) + len(schema.numbers) + num_ids * (1 if self.encoding.growth is None else 2))
 
     def _cache_rows(self, indices: np.ndarray) -> np.ndarray:
         """Map sample indices to row numbers of the cache."""

@@ -18,7 +18,7 @@ Shape legend: N values of an id (w, v), K latent values, D numeric features, S s
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, reduce
 from types import MappingProxyType
 from typing import NamedTuple
@@ -40,7 +40,9 @@ SQUARE_DEVIATION = np.float32(math.sqrt(1.7))  # standard deviation of x^2 for x
 DRIFT = 0.05  # share of the variance of w and v that drifts
 CHUNK = 4096  # samples per chunk, so that it fits the processor's cache
 SAMPLES, WORLD = 1, 2  # first word of every hash key, so that equal values of `seed` and `world` stay unrelated
-NUMERIC, CLICK = 1001, 1002  # numbers of the streams that belong to no categorical feature; those have 0, 1, 2, ...
+# numbers of the streams that belong to no categorical feature; those have 0, 1, 2, ...
+NUMERIC, CLICK, BUY, KNOWN = 1001, 1002, 1003, 1004
+BUY_BIAS = -2.6
 
 
 class CategoricalFeature(NamedTuple):
@@ -197,6 +199,82 @@ class ClickStream:
             term: np.float32(SPREAD * math.sqrt(VARIANCE_SHARES[term])) * _sum_to_unit_variance(summands[term])
             for term in VARIANCE_SHARES
         }
+
+
+@dataclass(frozen=True, slots=True)
+class TaskStream:
+    """The samples of a `ClickStream` with a second label, "buy", whose true probabilities are known too.
+
+    The logit of buy is BUY_BIAS + SPREAD * (c z + sqrt(1 - c^2) y), with c = `correlation`: z is the click's logit,
+    scaled to mean 0 and variance 1, and y the same of another world; c is the correlation of the logits of click and
+    buy.
+    """
+
+    seed: int = 0
+    world: int = 1
+    num_dense: int = 8
+    drift_period: int = 4_000_000
+    correlation: float = 0.5
+    missing: float = 0.0  # share of the samples, drawn at random, whose label "buy" is not known (NaN)
+
+    def __post_init__(self) -> None:
+        self.clicks()
+        for name, low, high in (("correlation", -1, 1), ("missing", 0, 0.99)):
+            if not low <= getattr(self, name) <= high:
+                raise UserError(f"task stream: {name} = {getattr(self, name)}; wanted {low} to {high}")
+
+    @property
+    def size(self) -> None:
+        return None
+
+    @property
+    def features(self) -> tuple[tuple[str, int, bool], ...]:
+        """(name, rows, is_multi_hot) of every categorical feature."""
+        return self.clicks().features
+
+    def clicks(self) -> ClickStream:
+        """The stream of the same samples with clicks only."""
+        return ClickStream(self.seed, self.world, self.num_dense, self.drift_period)
+
+    def take(self, indices: np.ndarray) -> NumpyBatch:
+        """Generate the samples at `indices`."""
+        buy_B = self._buys(indices, self._buy_probability(indices))
+        samples = self.clicks().take(indices)
+        return replace(samples, labels={**samples.labels, "buy": buy_B})
+
+    def probabilities(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """The true probabilities (B,) of click and buy, float64."""
+        return {"click": self.clicks().probability(indices), "buy": self._buy_probability(indices)}
+
+    def bound(self, lo: int, hi: int, label: str) -> BestScores:
+        """Best reachable scores of a label on the samples lo to hi - 1 that have it."""
+        if label == "click":
+            return self.clicks().bound(lo, hi)
+        scored: list[tuple[np.ndarray, np.ndarray]] = []
+        for start in range(lo, hi, CHUNK):
+            indices = np.arange(start, min(start + CHUNK, hi))
+            p_B = self._buy_probability(indices)
+            buy_B = self._buys(indices, p_B)
+            scored.append((p_B[~np.isnan(buy_B)], buy_B[~np.isnan(buy_B)]))
+        p, buy = (np.concatenate(columns) for columns in zip(*scored, strict=True))
+        if not 0 < buy.sum() < len(buy):
+            raise UserError(f"task stream: samples {lo}..{hi} all have the same label; give a longer range")
+        rate, loss = float(buy.mean(dtype=np.float64)), -float(np.log(np.where(buy > 0, p, 1 - p)).mean())
+        entropy = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
+        return BestScores(loss / entropy, loss, rate)
+
+    def _buy_probability(self, indices: np.ndarray) -> np.ndarray:
+        clicks = self.clicks()
+        worlds = (clicks, replace(clicks, world=~self.world))
+        z_B, y_B = (reduce(np.add, stream.orders(indices).values()) for stream in worlds)  # each times SPREAD
+        rest = math.sqrt(1 - self.correlation**2)
+        return _sigmoid(np.float32(BUY_BIAS) + np.float32(self.correlation) * z_B + np.float32(rest) * y_B)
+
+    def _buys(self, indices: np.ndarray, p_B: np.ndarray) -> np.ndarray:
+        """Draw the label "buy" (B,), float32; NaN where it is missing."""
+        draws = _to_uniform(draw_bits(stream_keys(SAMPLES, self.seed, BUY, num=1), indices)[0])
+        known = _to_uniform(draw_bits(stream_keys(SAMPLES, self.seed, KNOWN, num=1), indices)[0])
+        return np.where(known < self.missing, np.nan, draws < p_B).astype(np.float32)
 
 
 @cache

@@ -25,7 +25,6 @@ from shardwright.data.loading.worker import send_through_pipe
 from shardwright.data.sources.source import NumpyBatch, Position, Source, make_order, read_batch
 from shardwright.jagged import Batch, Vectors, check_batch
 from shardwright.kernels.native import retain_freed_memory
-from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import sparse_of
 from shardwright.planner.step.loop_cost import LoopCost
 from shardwright.runtime.launch import launcher
@@ -33,7 +32,7 @@ from shardwright.runtime.materialize import materialize
 from shardwright.runtime.outputs import BatchParts, Output, Scores
 from shardwright.runtime.run import measure_blocks
 from shardwright.runtime.run.machine import choose_threads, rank_cores
-from shardwright.runtime.run.metrics import WindowMetrics
+from shardwright.runtime.run.metrics import WindowMetrics, labels_of
 from shardwright.spec.plan import Plan
 from shardwright.spec.workload import Dtype
 
@@ -88,7 +87,6 @@ def measure_loader_and_metrics(
     settings: Settings, source: Source, loss: object, *, num_ranks: int, cores: float, threads: int = 1
 ) -> LoopCost:
     """Measure batches and metrics, for ranks with `cores` cores and `threads` threads each."""
-    label = loss.label if isinstance(loss, BinaryLoss) else None
     make_rows = _batch_maker(settings, source, num_ranks)
     rows = make_rows()
     batch = to_batch(rows)
@@ -106,7 +104,7 @@ def measure_loader_and_metrics(
     train = settings.train
     log_batches = min(train.log_every, train.steps or train.log_every) * train.accumulate
     samples = log_batches * train.batch_size
-    window = WindowMetrics(label, train.group or None, getattr(source, "unknown_ids", ()))
+    window = WindowMetrics(labels_of(loss)[0], train.group or None, getattr(source, "unknown_ids", ()))
     metrics_seconds = _measure_metrics(window, batch, samples, cores) / log_batches
     all_gather_bytes = _gathered_bytes(window, samples, log_batches, num_ranks)
     return LoopCost(read_seconds, prepare_seconds, metrics_seconds, rate, all_gather_bytes, log_batches)

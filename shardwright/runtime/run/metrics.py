@@ -7,7 +7,7 @@ computing.
 
 import math
 import resource
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.nn import functional
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, select
 from shardwright.layers.loss import BinaryLoss, ClassLoss, NextTokenLoss
+from shardwright.layers.task_losses import TaskLosses
 from shardwright.runtime.outputs import Output
 
 NUM_BINS = 1 << 14
@@ -70,29 +71,32 @@ def grouped_auc(scores: Tensor, labels: Tensor, groups: Tensor, weights: Tensor 
 class WindowMetrics:
     """Outputs collected until `compute` is called.
 
-    Without a binary label only the model's loss is collected, and with `classes` the accuracy. `group` names a feature
+    Without a binary label only the model's loss is collected, and with `classes` the accuracy. Of several labels each
+    has its metrics, "click.auc", over the samples whose label is known. `group` names a feature
     with one id per sample, for the grouped AUC. `shared_ids` are its ids that several groups share, such as the id of
     unknown values; their samples are left out of the grouped AUC.
     """
 
     def __init__(
         self,
-        label: str | None,
+        labels: str | Mapping[str, str] | None,
         group: str | None = None,
         shared_ids: Sequence[int] = (),
         weigh: Callable[[Batch], float] | None = None,
         classes: ClassLoss | None = None,
     ) -> None:
-        """`weigh`: the weight of a batch's mean loss; default: its number of samples."""
-        self.label = label
+        """`labels`: the binary label, or those of a model with several, by the prefix of their metrics' names.
+
+        `weigh`: the weight of a batch's mean loss; default: its number of samples.
+        """
+        self.labels = _by_prefix(labels)
         self.weigh = weigh or (lambda batch: float(batch.batch_size))
         self.classes = classes
         self.group = group
         self.shared_ids = torch.tensor(shared_ids, dtype=torch.int64)
         self._losses: list[tuple[Tensor, float]] = []  # of each batch, with its weight
-        self._columns: dict[str, list[Tensor]] = {
-            name: [] for name in ("logits", "labels", "weights", "groups", "correct")
-        }
+        scored = [f"{prefix}{name}" for prefix in self.labels or ("",) for name in ("logits", "labels")]
+        self._columns: dict[str, list[Tensor]] = {name: [] for name in (*scored, "weights", "groups", "correct")}
 
     def update(self, output: Output, penalty: Tensor | float = 0.0) -> None:
         """Add the output of a batch; outputs without scores do not count. `penalty`: left out of its loss."""
@@ -101,13 +105,12 @@ class WindowMetrics:
         self._losses.append((output.loss - penalty, self.weigh(output.batch)))
         if self.classes is not None:
             self._columns["correct"].append(self.classes.is_correct(output.logits, output.batch))
-        if self.label is not None:
-            is_pair = isinstance(output.logits, tuple)  # with the penalties of samples
-            self._columns["logits"].append(output.logits[0] if is_pair else output.logits)
-            self._columns["labels"].append(output.batch.labels[self.label])
-        if (self.label is not None or self.classes is not None) and output.batch.weights is not None:
+        for prefix, logits, labels in scored_labels(self.labels, output):
+            self._columns[f"{prefix}logits"].append(logits)
+            self._columns[f"{prefix}labels"].append(labels)
+        if (self.labels or self.classes is not None) and output.batch.weights is not None:
             self._columns["weights"].append(output.batch.weights)
-        if self.label is not None and self.group is not None:
+        if self.labels and self.group is not None:
             self._columns["groups"].append(_single_ids(output, self.group))
 
     def columns(self) -> dict[str, Tensor | None]:
@@ -118,7 +121,7 @@ class WindowMetrics:
 
     def from_columns(self, columns: Mapping[str, Tensor]) -> "WindowMetrics":
         """A window with this window's settings and the given columns, which may come from several windows."""
-        window = WindowMetrics(self.label, self.group, self.shared_ids.tolist(), self.weigh, self.classes)
+        window = WindowMetrics(self.labels, self.group, self.shared_ids.tolist(), self.weigh, self.classes)
         window._losses = [(loss, float(weight)) for loss, weight in columns["losses"]]
         window._columns = {name: [columns[name]] if name in columns else [] for name in self._columns}
         return window
@@ -130,12 +133,19 @@ class WindowMetrics:
             return {}
         model_metrics = {"loss": sum(float(loss) * weight for loss, weight in self._losses) / total}
         columns = self.columns()
-        weights, correct, logits, labels = (columns[name] for name in ("weights", "correct", "logits", "labels"))
-        if correct is not None:
-            model_metrics["accuracy"] = _mean(correct.double(), weights)
-        if logits is None or labels is None:
-            return model_metrics
-        groups = columns["groups"]
+        if (correct := columns["correct"]) is not None:
+            model_metrics["accuracy"] = _mean(correct.double(), columns["weights"])
+        for prefix in self.labels:
+            if columns[f"{prefix}logits"] is not None:
+                names = f"{prefix}logits", f"{prefix}labels", "weights", "groups"
+                values = self._score(*_known_samples(*(columns[name] for name in names)))
+                model_metrics |= {f"{prefix}{name}": value for name, value in values.items()}
+        return model_metrics
+
+    def _score(self, logits: Tensor, labels: Tensor, weights: Tensor | None, groups: Tensor | None) -> dict[str, float]:
+        """Metrics of one label by name; undefined ones are left out."""
+        if not len(labels) or weights is not None and not weights.any():
+            return {}
         model_loss, rate = log_loss(logits, labels, weights), _mean(labels.double(), weights)
         values = _loss_metrics(model_loss, rate, _mean(logits.double().sigmoid(), weights))
         values["auc"] = auc(logits, labels, weights)
@@ -143,12 +153,37 @@ class WindowMetrics:
             unshared = ~torch.isin(groups, self.shared_ids)  # samples whose id belongs to one group only
             unshared_weights = None if weights is None else weights[unshared]
             values["grouped_auc"] = grouped_auc(logits[unshared], labels[unshared], groups[unshared], unshared_weights)
-        return model_metrics | {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None}
 
 
-def labels_of(loss: nn.Module) -> tuple[str | None, ClassLoss | None]:
-    """The binary label, or the loss of classes, that metrics are computed from."""
-    return (loss.label, None) if isinstance(loss, BinaryLoss) else (None, loss if isinstance(loss, ClassLoss) else None)
+def labels_of(loss: object) -> tuple[dict[str, str], ClassLoss | None]:
+    """The binary labels by the prefix of their metrics' names, or the loss of classes, that metrics are computed from.
+
+    The prefix of a model's only label is empty, and that of a task is its name with a dot.
+    """
+    if isinstance(loss, TaskLosses):
+        return {f"{task.name}.": task.label for task in loss.tasks}, None
+    if isinstance(loss, BinaryLoss):
+        return {"": loss.label}, None
+    return {}, loss if isinstance(loss, ClassLoss) else None
+
+
+def scored_labels(labels: Mapping[str, str], output: Output) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """For each binary label: the prefix of its metrics' names, the logits (B,), and the labels (B,)."""
+    logits = output.logits[0] if isinstance(output.logits, tuple) else output.logits  # with the penalties of samples
+    for index, (prefix, label) in enumerate(labels.items()):
+        yield prefix, logits if logits.dim() == 1 else logits[:, index], output.batch.labels[label]
+
+
+def _by_prefix(labels: str | Mapping[str, str] | None) -> dict[str, str]:
+    return {"": labels} if isinstance(labels, str) else dict(labels or {})
+
+
+def _known_samples(logits: Any, labels: Any, weights: Any, groups: Any) -> tuple[Any, ...]:
+    """The columns of the samples whose label is known (not NaN)."""
+    is_known = ~labels.isnan()
+    columns = (logits, labels, weights, groups)
+    return columns if is_known.all() else tuple(None if column is None else column[is_known] for column in columns)
 
 
 def mean_penalty(loss: nn.Module, output: Output) -> Tensor | float:
@@ -213,6 +248,48 @@ class LifetimeMetrics:
         self._sums = np.array(state["sums"], dtype=np.float64)
         self._histogram[:] = 0
         self._histogram[:, state["bins"]] = state["weights"]
+
+
+class TaskLifetimes:
+    """Lifetime metrics of each binary label of a model, by the prefix of their metrics' names."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self.labels = dict(labels)
+        self._lifetimes = {prefix: LifetimeMetrics() for prefix in labels}
+
+    def update(self, output: Output) -> None:
+        """Add the output of a batch; samples whose label is not known do not count."""
+        for prefix, logits, labels in scored_labels(self.labels, output):
+            logits, labels, weights, _ = _known_samples(logits, labels, output.batch.weights, None)
+            self._lifetimes[prefix].update(logits, labels, weights)
+
+    def compute(self) -> dict[str, float]:
+        return {
+            f"{prefix}{name}": value
+            for prefix, lifetime in self._lifetimes.items()
+            for name, value in lifetime.compute().items()
+        }
+
+    def to_vector(self) -> Tensor:
+        """The state as a 1-D float64 tensor; the sum of several is the state of the merged outputs."""
+        return torch.cat([torch.empty(0).double(), *(each.to_vector() for each in self._lifetimes.values())])
+
+    def from_vector(self, vector: Tensor) -> "TaskLifetimes":
+        merged = TaskLifetimes(self.labels)
+        parts = vector.tensor_split(len(self.labels)) if self.labels else ()
+        for (prefix, lifetime), part in zip(self._lifetimes.items(), parts, strict=True):
+            merged._lifetimes[prefix] = lifetime.from_vector(part)
+        return merged
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as JSON values: that of each label by prefix; of a model's only label, or none, its state alone."""
+        if self.labels.keys() - {""}:
+            return {prefix: lifetime.state_dict() for prefix, lifetime in self._lifetimes.items()}
+        return self._lifetimes.get("", LifetimeMetrics()).state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for prefix, lifetime in self._lifetimes.items():
+            lifetime.load_state_dict(state[prefix] if prefix else state)
 
 
 def _loss_metrics(model_loss: float, rate: float, predicted: float) -> dict[str, float | None]:

@@ -19,11 +19,12 @@ from shardwright.data.loading.loader import Loader
 from shardwright.data.logs.click_log import open_log, open_movielens
 from shardwright.data.sources.source import Source, Subset
 from shardwright.data.sources.stream import open_stream
-from shardwright.data.sources.synthetic import ClickStream
+from shardwright.data.sources.synthetic import ClickStream, TaskStream
 from shardwright.data.tokens.grammar import Grammar
 from shardwright.data.tokens.sequences import TokenSequences, open_tokens
 from shardwright.errors import UserError, did_you_mean
 from shardwright.layers.loss import BinaryLoss
+from shardwright.layers.task_losses import TaskLosses
 from shardwright.measure.describe import check_contract, sparse_of
 from shardwright.models.click_inputs import ClickInputs, ClickSource
 from shardwright.models.names import MODELS
@@ -50,7 +51,7 @@ def evaluation_source(settings: Settings, source: Source, position: int) -> Subs
     size = settings.train.eval_samples
     if not size:
         return None
-    if isinstance(source, ClickStream):
+    if isinstance(source, ClickStream | TaskStream):
         return Subset(replace(source, seed=~source.seed), position, position + size)
     held_out = getattr(source, "evaluation", None)
     if held_out is None:
@@ -66,12 +67,19 @@ def evaluation_source(settings: Settings, source: Source, position: int) -> Subs
     return Subset(samples, 0, size if samples.size is None else min(size, samples.size))
 
 
-def best_scores(held_out: Source, scores: Mapping[str, float]) -> dict[str, float]:
-    """The best reachable scores on held-out samples of a generated source; empty for other sources."""
+def best_scores(held_out: Source, scores: Mapping[str, float], labels: Mapping[str, str]) -> dict[str, float]:
+    """The best reachable scores on held-out samples of a generated source; empty for other sources.
+
+    `labels`: of the model, by the prefix of their scores' names.
+    """
     if not isinstance(held_out, Subset):
         return {}
     if isinstance(held_out.source, ClickStream) and "ne" in scores:
         return {"bound_ne": held_out.source.bound(held_out.lo, held_out.hi).ne}
+    if isinstance(held_out.source, TaskStream):
+        scored = {prefix: label for prefix, label in labels.items() if f"{prefix}ne" in scores}
+        bounds = {prefix: held_out.source.bound(held_out.lo, held_out.hi, label) for prefix, label in scored.items()}
+        return {f"{prefix}bound_ne": best.ne for prefix, best in bounds.items()}
     if isinstance(held_out.source, Grammar):
         return {"bound_loss": held_out.source.bound(held_out.lo, held_out.hi)}
     return {}
@@ -117,8 +125,10 @@ def make_model(settings: Settings, source: Source | Transforms) -> nn.Module:
     if settings.tables is not None and sparse_of(model) is None:
         raise UserError(f"section [tables] is given, but model.kind={settings.model.kind} has no tables; drop it")
     if smoothing := settings.train.label_smoothing:
-        if not isinstance(model.loss, BinaryLoss):
-            raise UserError(f"train.label_smoothing needs BinaryLoss, not {type(model.loss).__name__}; drop it")
+        if not isinstance(model.loss, BinaryLoss | TaskLosses):
+            raise UserError(
+                f"train.label_smoothing needs BinaryLoss or TaskLosses, not {type(model.loss).__name__}; drop it"
+            )
         model.loss.smoothing = smoothing
     return model
 
@@ -151,6 +161,7 @@ LOG_KINDS = ("criteo", "avazu", "log")
 SOURCES = MappingProxyType(
     {
         "synthetic": ClickStream,
+        "synthetic_tasks": TaskStream,
         "tokens": open_tokens,
         "stream": open_stream,
         "graph": open_graph,

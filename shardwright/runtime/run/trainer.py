@@ -75,7 +75,7 @@ class Trainer:
         self.token_meter = token_meter
         self.retrieval = RetrievalMeter(job, source, settings.train.batch_size)
         self.routing = RoutingRecorder(job.model, self.rank_group)
-        self.label, self.classes = metrics.labels_of(job.model.loss)
+        self.labels, self.classes = metrics.labels_of(job.model.loss)
         self.samples = 0  # trained on since the start of the run
         self.seconds = 0.0  # spent training since the start of the run
         self.evaluation: dict[str, Any] = {}
@@ -84,7 +84,7 @@ class Trainer:
         self.saver, self.best_saver, self.publisher = make_savers(settings, directory, self.rank_group, job.changes)
         # best steps that the last checkpoints refer to
         self.best_steps: deque[int] = deque(maxlen=settings.train.keep_checkpoints + 1)
-        self.lifetime_metrics = metrics.LifetimeMetrics()  # of every batch, scored before training on it
+        self.lifetime_metrics = metrics.TaskLifetimes(self.labels)  # of every batch, scored before training on it
         self.checkpoint_step = 0  # the step of the last checkpoint
         self.stop_request = StopRequest(self._report_timeout)
         run_threads = host_topology()[1] * (
@@ -242,17 +242,16 @@ class Trainer:
     def _score_first(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches; with progressive validation, evaluate each one before training on it."""
         for batch in batches:
-            if self.settings.train.progressive and self.label is not None:
+            if self.settings.train.progressive and self.labels:
                 for output in self.job.evaluate([batch]):
-                    if not output.has_scores:
-                        continue
-                    self.lifetime_metrics.update(output.logits, batch.labels[self.label], batch.weights)
+                    if output.has_scores:
+                        self.lifetime_metrics.update(output)
             yield batch
 
     def _make_window(self) -> metrics.WindowMetrics:
         unknown_ids = getattr(self.source, "unknown_ids", ())
-        weigh = partial(loss_weight, self.job.model.loss) if self.label is None else None
-        return metrics.WindowMetrics(self.label, self.settings.train.group or None, unknown_ids, weigh, self.classes)
+        weigh = partial(loss_weight, self.job.model.loss) if not self.labels else None
+        return metrics.WindowMetrics(self.labels, self.settings.train.group or None, unknown_ids, weigh, self.classes)
 
     def _update_early_stopping(self) -> None:
         """With early stopping: save the state if the last evaluation is the best so far."""
@@ -286,7 +285,7 @@ class Trainer:
                 window.update(output)
                 self.stop_request.restart_time_limit()
         values = self.rank_group.all_gather_window(window).compute()
-        values |= recipe.best_scores(held_out, values) | full_graph.scores(self.job, held_out)
+        values |= recipe.best_scores(held_out, values, self.labels) | full_graph.scores(self.job, held_out)
         with self.stop_request.suspend_time_limit():
             values |= self.retrieval.scores(held_out)
         self.evaluation = self._log(kind, values)
