@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from clicks import FEATURES, batch, dlrm, tables
+from histories import Visits
 from torch import nn
 from torch.nn import functional
 
@@ -362,7 +363,8 @@ def test_every_recipe_builds_its_model(recipe):
     settings = config.load(recipe)
     graph = NumericNeighborhoods() if settings.tables is None else Neighborhoods()
     sources = {"synthetic": ClickStream(), "tokens": Grammar(), "graph": graph, "synthetic_graph": graph}
-    source = sources.get(settings.data.kind, FeatureSource(13))
+    has_history = "history" in settings.data.arguments
+    source = Visits() if has_history else sources.get(settings.data.kind, FeatureSource(13))
     model = make_model(settings, source)  # pyright: ignore[reportArgumentType]
     assert (sparse_of(model) is None) == (settings.tables is None) and all(p.is_meta for p in model.parameters())
     assert settings.tables is None or model.sparse.optimizer is not None
