@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from clicks import FEATURES, batch, dlrm, tables
+from histories import Visits
 from torch import nn
 from torch.nn import functional
 
@@ -411,6 +412,7 @@ def test_every_recipe_builds_its_model(recipe):
         "synthetic_graph": graph,
     }
     source = sources.get(settings.data.kind, FeatureSource(13))
+    source = Visits() if "history" in settings.data.arguments else source
     source = RatedMovies(settings.model.kind) if settings.data.kind == "movielens" else source
     model = make_model(settings, source)  # pyright: ignore[reportArgumentType]
     assert (sparse_of(model) is None) == (settings.tables is None) and all(p.is_meta for p in model.parameters())
