@@ -66,7 +66,7 @@ def train(name: str, layout: str, world: int) -> tuple[list[torch.Tensor], dict[
         logits = []
         for output in job.run(clicks.take(batch(step), *bounds) for step in range(STEPS)):
             logits.append(output.logits)
-        for output in job.evaluate(clicks.take(batch(step), *bounds) for step in (99, 100, 102)):
+        for output in job.evaluate(clicks.take(batch(step), *bounds) for step in (99, 102, 105)):
             window.update(output)
             lifetime.update(output)
             logits.append(output.logits)
