@@ -49,10 +49,7 @@ class TaskLosses(nn.Module):
             label_B = batch.labels.get(task.label)
             if label_B is None:
                 hint = did_you_mean(task.label, batch.labels)
-                raise UserError(
-                    f'task "{task.name}": the data have no label "{task.label}"{hint}; they have '
-                    f"{', '.join(sorted(batch.labels))}"
-                )
+                raise UserError(f'task "{task.name}": the data have no label "{task.label}"{hint}')
             if label_B.shape != (batch.batch_size,):
                 raise UserError(
                     f'label "{task.label}" has shape {tuple(label_B.shape)}; wanted one number per sample, '

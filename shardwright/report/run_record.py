@@ -304,7 +304,7 @@ def parse_metrics_line(text: bytes, where: str) -> MetricsLine:
 
 def _task_lines(value: Mapping[str, Any], where: str) -> Iterator[tuple[str, MetricsLine]]:
     """The metrics of each task, whose names in a line are "buy.auc"."""
-    values_of: dict[str, dict[str, float]] = {}
+    values_of: dict[str, dict[str, Any]] = {}
     for key, number in value.items():
         task, dot, name = key.partition(".")
         if not dot or name not in METRIC_NAMES:

@@ -46,9 +46,9 @@ PLANS = {
 ACCUMULATED = [("hsdp", False, 2), ("hsdp-full-offload", True, 2)]  # strategy, overlap, micro-batches
 
 
-def plan_dense(model, dense: Dense, world: int) -> Plan:
+def plan_dense(model, dense: Dense, world: int, example: Batch | None = None) -> Plan:
     """A plan with this dense strategy, its tables sharded by `shard_plan`."""
-    plan = shard_plan(single_plan(model), world, "read", "float64")
+    plan = shard_plan(single_plan(model, example), world, "read", "float64")
     axes = AXES if world == 4 else (Axis("data", "host", 1), Axis("data", "local", world))
     return replace(plan, axes=axes, lanes=(*LANES, "gather", "scatter"), dense=replace(dense, dtype="float64"))
 

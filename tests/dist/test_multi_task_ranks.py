@@ -1,5 +1,7 @@
 """Models with several tasks over 2 and 4 ranks, with labels that are missing, compared with one process."""
 
+import os
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -50,23 +52,26 @@ def batch(step: int) -> Batch:
 def train(name: str, layout: str, world: int) -> tuple[list[torch.Tensor], dict[str, float], dict[str, float]]:
     """Logits by step and in an evaluation, and the window's and lifetime metrics over all ranks."""
     model = make_model(name)
-    plan = plan_dense(model, LAYOUTS[layout], world) if world > 1 else clicks.single_plan(model)
-    job = build(model, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01), accumulate=2)
-    try:
+    plan = plan_dense(model, LAYOUTS[layout], world, batch(0)) if world > 1 else clicks.single_plan(model, batch(0))
+    with ExitStack() as stack:
+        if world == 4:
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setenv("LOCAL_WORLD_SIZE", "2")
+            patch.setenv("LOCAL_RANK", str(int(os.environ["RANK"]) % 2))
+        job = build(model, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01), accumulate=2)
+        stack.callback(job.mesh.close)
         rank = job.mesh.rank
         bounds = clicks.SIZE * rank // world, clicks.SIZE * (rank + 1) // world
         window, lifetime = metrics.WindowMetrics(LABELS), metrics.TaskLifetimes(LABELS)
         logits = []
         for output in job.run(clicks.take(batch(step), *bounds) for step in range(STEPS)):
             logits.append(output.logits)
-        for output in job.evaluate(clicks.take(batch(step), *bounds) for step in (99, 100, 102)):
+        for output in job.evaluate(clicks.take(batch(step), *bounds) for step in (99, 102, 105)):
             window.update(output)
             lifetime.update(output)
             logits.append(output.logits)
         group = RankGroup(job.mesh)
         return logits, group.all_gather_window(window).compute(), group.all_reduce_lifetime(lifetime).compute()
-    finally:
-        job.mesh.close()
 
 
 @pytest.mark.parametrize(("name", "layout", "world"), [("mmoe", "DDP", 2), ("ple", "FSDP", 2), ("ple", "DDP", 4)])

@@ -223,7 +223,7 @@ def test_an_export_answers_all_tasks_as_training_does(tmp_path, name):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ({"click": [0, 1], "buyed": [0, 1]}, 'task "buy": the data have no label "bought".*they have buyed, click'),
+        ({"click": [0, 1], "buyed": [0, 1]}, 'task "buy": the data have no label "bought"; allowed: buyed, click'),
         ({"click": [0, 1], "bought": [0, 2]}, 'label "bought": sample 1 is 2; a label is 0, 1, or NaN'),
         ({"click": [0, 1], "bought": [0]}, r'label "bought" has shape \(1,\); wanted one number per sample, \(2,\)'),
     ],
