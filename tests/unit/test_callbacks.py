@@ -224,11 +224,10 @@ class FakeWandb(ModuleType):
 def test_wandb_gets_settings_and_lines_and_continues_its_run(monkeypatch):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setenv("WANDB_PROJECT", "clicks")
     overrides = ("run.name=mine", 'run.loggers=["tensorboard","wandb"]')
     path = sw.train(settings(*overrides)).path
     (options,) = fake.of("init")
-    assert (options["project"], options["name"], options["id"], options["dir"]) == ("clicks", "mine", None, str(path))
+    assert (options["name"], options["id"], options["dir"]) == ("mine", None, str(path))
     assert options["config"]["train"]["batch_size"] == 64 and json.dumps(options["config"])
     lines = metrics_lines(path)
     assert [values["step"] for values in fake.of("log")] == [line["step"] for line in lines]

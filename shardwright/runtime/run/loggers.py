@@ -1,7 +1,6 @@
 """Loggers that a recipe names in `run.loggers`: callbacks that write the lines of a run elsewhere."""
 
 import importlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +13,6 @@ from shardwright.runtime.run.tensorboard import EventFileWriter
 from shardwright.spec import files
 
 WANDB_ID_FILE = "wandb-id"  # in the run directory: the id of the run at W&B, to resume it there
-DEFAULT_PROJECT = "shardwright"
 
 
 class TensorBoardLogger(Callback):
@@ -44,7 +42,6 @@ class WandbLogger(Callback):
     def begin(self, run: RunStart) -> None:
         id_path = run.path / WANDB_ID_FILE
         self._run = self._wandb.init(
-            project=os.environ.get("WANDB_PROJECT", DEFAULT_PROJECT),
             name=run.path.name,
             dir=str(run.path),
             config=run.settings.model_dump(mode="json", exclude_none=True),
