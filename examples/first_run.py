@@ -22,7 +22,8 @@ class BestAUC(sw.Callback):
             self.auc, self.step_of_best = line["auc"], line["step"]
 
     def end(self, result) -> None:
-        print(f"best AUC {self.auc:.4f}, at step {self.step_of_best}; the run is in {result.path}")
+        if result is not None:  # None: the run has failed
+            print(f"best AUC {self.auc:.4f}, at step {self.step_of_best}; the run is in {result.path}")
 
 
 # The same keys and values as on the command line: `shardwright recipe synthetic-dlrm` prints those of the recipe.

@@ -25,7 +25,7 @@ class Clicks(nn.Module):
 
     def forward(self, batch: sw.Batch) -> torch.Tensor:
         vectors_BD = self.bags(batch).pooled_BD  # before: a call per bag and torch.cat
-        return self.top(torch.cat([batch.dense, vectors_BD], dim=1)).squeeze(1)
+        return self.top(torch.cat([batch.numbers, vectors_BD], dim=1)).squeeze(1)
 
 
 torch.manual_seed(1)

@@ -20,7 +20,7 @@ class Top(nn.Module):
         self.net = nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, batch: sw.Batch, vectors: sw.Vectors) -> torch.Tensor:
-        return self.net(torch.cat([batch.dense, vectors.pooled_BD], dim=1)).squeeze(1)
+        return self.net(torch.cat([batch.numbers, vectors.pooled_BD], dim=1)).squeeze(1)
 
 
 class Clicks(nn.Module):
