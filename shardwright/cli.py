@@ -18,6 +18,7 @@ from shardwright.report.plan_command import plan
 from shardwright.runtime.run.reader import reader
 from shardwright.runtime.run.table_server import serve_tables
 from shardwright.serving import commands as serving
+from shardwright.serving.scoring.commands import predict
 from shardwright.spec import presets
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ app.add_typer(lab, name="lab")
 app.add_typer(checkpoint, name="checkpoint")
 app.command()(serving.export)
 app.command()(serving.serve)
+app.command()(predict)
 app.command("cache-sim")(cache_sim)
 app.command()(plan)
 app.command("serve-tables")(serve_tables)

@@ -16,7 +16,7 @@ ALL_OTHERS = "*"
 class Schema:
     """Columns by meaning; other columns are not read. `categories = ["*"]` means all other columns."""
 
-    label: str
+    label: str  # empty: labels are not read, as of a file to score
     positive: float | None = None  # a label of at least this value is a click; None: labels are 0 or 1
     numbers: tuple[str, ...] = ()
     categories: tuple[str, ...] = ()
@@ -37,14 +37,14 @@ class Schema:
     @property
     def used_columns(self) -> tuple[str, ...]:
         """All columns that are read."""
-        single = (self.label, *(name for name in (self.weight, self.time) if name is not None))
+        single = (name for name in (self.label, self.weight, self.time) if name)
         return (*single, *self.numbers, *self.categories, *self.lists)
 
     @property
     def columns_by_kind(self) -> dict[ColumnKind, tuple[str, ...]]:
         """Column names by the kind that the parser reads them as."""
         return {
-            "label": (self.label,),
+            "label": (self.label,) if self.label else (),
             "weight": () if self.weight is None else (self.weight,),
             "time": () if self.time is None else (self.time,),
             "number": self.numbers,
@@ -65,6 +65,8 @@ class Schema:
 
 
 def _validation_errors(schema: Schema) -> Iterator[str]:
+    if not schema.label:
+        yield "label is empty; name the column that is to be predicted"
     yield from check_unique("column", schema.used_columns)
     yield from check_unique("column", schema.columns)
     for key in ("delimiter", "separator"):
