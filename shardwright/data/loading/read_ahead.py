@@ -1,6 +1,7 @@
 """Run an iterator in a thread, a few items ahead of its consumer."""
 
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from queue import Full, Queue
 from threading import Event, Thread
 from typing import Any, TypeVar
@@ -14,25 +15,7 @@ def read_ahead(items: Iterator[Item], num: int) -> Generator[Item, None, None]:
     """Yield the items of an iterator that runs in a thread, at most `num` ahead; its error is raised here."""
     queue: Queue[tuple[bool, Any]] = Queue(num)
     is_closed = Event()
-
-    def put(entry: tuple[bool, Any]) -> None:
-        while not is_closed.is_set():
-            try:
-                return queue.put(entry, timeout=POLL_SECONDS)
-            except Full:
-                continue
-
-    def read() -> None:
-        try:
-            for item in items:
-                put((True, item))
-                if is_closed.is_set():
-                    return
-            put((False, None))
-        except BaseException as error:  # of any type: raised by the consumer
-            put((False, error))
-
-    thread = Thread(target=read, name="reader", daemon=True)
+    thread = Thread(target=_read, args=(items, queue, is_closed), name="reader", daemon=True)
     thread.start()
     try:
         while True:
@@ -45,3 +28,22 @@ def read_ahead(items: Iterator[Item], num: int) -> Generator[Item, None, None]:
     finally:
         is_closed.set()
         thread.join()
+
+
+def _read(items: Iterator[Any], queue: "Queue[tuple[bool, Any]]", is_closed: Event) -> None:
+    """Put (True, item) for each item, then (False, error or None). Body of the thread."""
+    try:
+        for item in items:
+            _put(queue, (True, item), is_closed)
+            if is_closed.is_set():
+                return
+        _put(queue, (False, None), is_closed)
+    except BaseException as error:  # of any type: raised by the consumer
+        _put(queue, (False, error), is_closed)
+
+
+def _put(queue: "Queue[tuple[bool, Any]]", entry: tuple[bool, Any], is_closed: Event) -> None:
+    """Put an entry once there is room, unless the consumer has ended."""
+    while not is_closed.is_set():
+        with suppress(Full):
+            return queue.put(entry, timeout=POLL_SECONDS)

@@ -85,7 +85,7 @@ class FeatureFile:
 
     def _read_text(self, max_rows: int, wanted: Wanted, progress: Progress) -> Iterator[RowBlock]:
         parts = self._file.read_parts(self._schema, max_rows, progress)
-        keys = _KeyColumns(self._path, self._schema, self._file.columns, self._keys) if self._keys else None
+        keys = KeyColumns(self._path, self._schema, self._file.columns, self._keys) if self._keys else None
         number = 0
         for part in parts:
             self._check(part.faults)
@@ -110,12 +110,12 @@ class FeatureFile:
             raise UserError(f"{self._path}: line {faults[0].line}: {faults[0].reason}; fix the row: each gets a score")
 
 
-class _KeyColumns:
+class KeyColumns:
     """Columns of a text file as texts, read beside the parser."""
 
     def __init__(self, path: Path, schema: Schema, columns: Sequence[str], keys: Sequence[str]) -> None:
         self._path, self._schema, self._columns, self._keys = path, schema, columns, list(keys)
-        self._batches = self._read()
+        self._batches = self.read_batches()
         self._pending: list[pa.Table] = []
 
     def take(self, num_rows: int) -> pa.Table:
@@ -130,7 +130,8 @@ class _KeyColumns:
         self._pending = [table[num_rows:]] if len(table) > num_rows else []
         return table[:num_rows]
 
-    def _read(self) -> Iterator[pa.RecordBatch]:
+    def read_batches(self) -> Iterator[pa.RecordBatch]:
+        """Read the columns of all rows."""
         schema, compression = self._schema, COMPRESSION.get(self._path.suffix)
         quotes = '"' if schema.quoted else False
         read = pcsv.ReadOptions(use_threads=False, column_names=list(self._columns) if schema.columns else None)

@@ -87,8 +87,8 @@ def die_with_parent(pid: int) -> None:
 def launch_ranks(num_ranks: int, command: Sequence[str], max_restarts: int = 0, *, remedy: str = "") -> int:
     """Run the command as `num_ranks` processes on this host; when one dies, restart all.
 
-    Restarts at most `max_restarts` times. `remedy`: what to do after a failure; empty: resume the run. Returns the exit status of the first rank that failed, else 0. Call it from
-    the main thread.
+    Restarts at most `max_restarts` times. `remedy`: what to do after a failure; empty: resume the run. Returns the exit
+    status of the first rank that failed, else 0. Call it from the main thread.
     """
     from shardwright.comm import store
     from shardwright.runtime.launch.supervisor import Supervisor
