@@ -77,6 +77,11 @@ def die_with_launcher() -> None:
     die_with_parent(int(launcher_pid) if launcher_pid is not None else os.getppid())
 
 
+def is_started_by_launcher() -> bool:
+    """Whether `launch_ranks` has started this process."""
+    return LAUNCHER_PID in os.environ
+
+
 def die_with_parent(pid: int) -> None:
     """Make the kernel kill this process when the thread of process `pid` that started it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

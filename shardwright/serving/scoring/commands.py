@@ -1,6 +1,5 @@
 """`shardwright predict`: score every row of a file with a run or an export."""
 
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -97,7 +96,7 @@ def _score_as_rank(request: "ScoreRequest") -> None:
     from shardwright.runtime.launch import launcher
     from shardwright.serving.scoring.predict import score_parts
 
-    if launcher.LAUNCHER_PID not in os.environ:
+    if not launcher.is_started_by_launcher():
         raise UserError("predict starts its own processes: run it once, with ranks=N, not under a launcher")
     launcher.die_with_launcher()
     _set_threads()
