@@ -84,6 +84,7 @@ def evaluate(path: Path, overrides: Sequence[str] = (), data: str = "", by: str 
     """
     run, checkpoint = find_run(path)
     settings = load_settings(run, overrides)
+    torch.manual_seed(settings.seed)  # all ranks begin with equal models
     use_library(settings.train.products if settings.train.products != "auto" else preferred_library())
     model_source, held_out = _open_sources(settings, run, checkpoint, data)
     columns = tuple(dict.fromkeys(filter(None, (settings.train.group, by))))
