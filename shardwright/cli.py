@@ -15,9 +15,11 @@ from shardwright.errors import UserError, check_file_name
 from shardwright.lab.commands import lab
 from shardwright.report.cache_commands import cache_sim
 from shardwright.report.plan_command import plan
+from shardwright.runtime.run.evaluate_command import evaluate
 from shardwright.runtime.run.reader import reader
 from shardwright.runtime.run.table_server import serve_tables
 from shardwright.serving import commands as serving
+from shardwright.serving.scoring.commands import predict
 from shardwright.spec import presets
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ app.add_typer(lab, name="lab")
 app.add_typer(checkpoint, name="checkpoint")
 app.command()(serving.export)
 app.command()(serving.serve)
+app.command()(evaluate)
+app.command()(predict)
 app.command("cache-sim")(cache_sim)
 app.command()(plan)
 app.command("serve-tables")(serve_tables)

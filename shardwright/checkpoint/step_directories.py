@@ -36,6 +36,13 @@ def resolve_checkpoint(path: Path) -> Path:
     raise UserError(f"{path}: no checkpoint; name one like runs/NAME/checkpoint/step-00000100, or a run that has some")
 
 
+def resolve_best(path: Path) -> Path:
+    """The checkpoint to score with that a path names: as `resolve_checkpoint`, but of a run that kept its best state
+    the best."""
+    best = [] if (path / MANIFEST).exists() else list_checkpoints(path / "best")
+    return best[-1] if best else resolve_checkpoint(path)
+
+
 def read_manifest(path: Path) -> Manifest:
     """Read the manifest of a checkpoint; raises an error if its version, digest or names are wrong."""
     if not (path / MANIFEST).exists():

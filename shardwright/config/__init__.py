@@ -13,8 +13,9 @@ from typing import Any, Literal, TypeVar, get_args
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
+from shardwright.config.evaluations import check_evaluations
 from shardwright.config.overrides import apply_overrides
-from shardwright.config.sections import ByteText, OpenSection, Section
+from shardwright.config.sections import ByteText, Files, OpenSection, Section
 from shardwright.config.servers import ServerSettings
 from shardwright.errors import UserError, check_regular_file, did_you_mean, shorten
 
@@ -43,6 +44,8 @@ class DataSettings(OpenSection):
     )
     prefetch: int = Field(4, ge=1, le=64, description="batches prepared ahead of training")
     shuffle: bool = Field(True, description="shuffle samples; false: keep the order of the data")
+    test: Files = Field("", description="of a click log: files of the test rows, in place of split.test")
+    valid: Files = Field("", description="of a click log: files of the validation rows, in place of split.validation")
     partitions: int = Field(
         1,
         ge=1,
@@ -85,6 +88,7 @@ class TrainSettings(Section):
     epochs: int = Field(0, ge=0, description="train for this many epochs; 0: use `train.steps`")
     log_every: int = Field(20, ge=1, description="steps between log lines of metrics")
     eval_every: int = Field(100, ge=0, description="steps between evaluations; 0: only at the end")
+    eval_epochs: int = Field(0, ge=0, description="epochs between evaluations, with eval_every=0; 0: use `eval_every`")
     eval_samples: int = Field(100_000, ge=0, description="samples of one evaluation; 0: none")
     checkpoint_every: int = Field(100, ge=0, description="steps between checkpoints; 0: only at the end")
     keep_checkpoints: int = Field(2, ge=1, description="latest checkpoints to keep, with the bases of increments")
@@ -100,6 +104,9 @@ class TrainSettings(Section):
     base_batch: int = Field(0, ge=0, description="samples per step that the learning rates were chosen for")
     decay: Literal["none", "linear", "cosine"] = Field("none", description="learning-rate decay schedule")
     final_rate: float = Field(0.0, ge=0, le=1, description="final over initial learning rate of the decay schedule")
+    monitor: str = Field(
+        "", description="metric of evaluations that says which state is the best: loss, ne, auc, ...; empty: ne or loss"
+    )
     patience: int = Field(
         0, ge=0, description="early stopping after this many evaluations without improvement; 0: never"
     )
@@ -110,6 +117,11 @@ class TrainSettings(Section):
         "auto", description="library for float32 matrix products on the CPU; auto: by processor type"
     )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="labels 0 and 1 become s/2 and 1 - s/2 in the loss")
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the best evaluated state is saved, and restored at the end."""
+        return bool(self.patience or self.monitor)
 
     @property
     def samples_per_step(self) -> int:
@@ -326,13 +338,7 @@ def parse(values: dict[str, Any], *, where: str) -> Settings:
         )
     if not train.steps and (train.decay != "none" or train.epochs):
         raise UserError(f"{where}: train.steps=0 trains until stopped: drop train.decay and train.epochs")
-    if train.patience and train.publish_every:
-        raise UserError(
-            f"{where}: train.patience={train.patience} restores the best state at the end, which would not be "
-            "published to predictors; drop it or train.publish_every"
-        )
-    if train.patience and not train.eval_samples:
-        raise UserError(f"{where}: train.patience={train.patience} needs evaluations; set train.eval_samples")
+    check_evaluations(train, where)
     if settings.data.reader_keys and not settings.data.readers:
         raise UserError(f"{where}: data.reader_keys={settings.data.reader_keys} without data.readers; set data.readers")
     settings.servers.check(where)

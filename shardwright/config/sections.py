@@ -4,7 +4,7 @@ import re
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 
 BYTE_UNITS = MappingProxyType({"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12})
 
@@ -40,4 +40,5 @@ def _check_bytes(text: str) -> str:
     return text
 
 
+Files = str | Annotated[tuple[str, ...], Strict(False)]  # paths or globs
 ByteText = Annotated[str, AfterValidator(_check_bytes)]

@@ -146,7 +146,7 @@ def table_bytes_by_purpose(
     if ids:
         needs["the ids of tables that grow"] = ids
     needs |= {"the copy that a checkpoint is written from": copied_weights + copied_state}
-    if train.patience:
+    if train.keeps_best:
         needs["the copy that the best state is written from"] = copied_weights + copied_state
     if train.publish_every:
         needs["the copy that is published"] = copied_weights

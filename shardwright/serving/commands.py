@@ -12,7 +12,10 @@ from shardwright.errors import MAX_VALUE_LENGTH, shorten
 
 def export(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run, to export its last checkpoint, or one of its checkpoints.")
+        Path,
+        typer.Argument(
+            metavar="RUN", help="A run, to export its best or else last checkpoint, or one of its checkpoints."
+        ),
     ],
     output: Annotated[Path, typer.Argument(help="The folder to create.")],
     tables: Annotated[str, typer.Option(help="float16, or int8 with a scale per row. Default: as trained.")] = "",

@@ -61,8 +61,8 @@ CHUNK_BYTES = 64 << 20  # of a table, read and rounded at a time
 
 
 def export_run(run: Path, output: Path, stored: str = "") -> ExportManifest:
-    """Export the last checkpoint of a run, or a given checkpoint of it. `stored`: as in `export`."""
-    checkpoint = step_directories.resolve_checkpoint(run)
+    """Export the best checkpoint of a run, the last if it kept no best, or a given one. `stored`: as in `export`."""
+    checkpoint = step_directories.resolve_best(run)
     run_folder = next((path for path in (run, *checkpoint.parents) if (path / "config.toml").is_file()), None)
     if run_folder is None:
         raise UserError(f"{run}: no config.toml in or above it; name a run, or export in Python: sw.export(model, ...)")

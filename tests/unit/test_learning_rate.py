@@ -10,7 +10,8 @@ from clicks import batch, dlrm
 from shardwright.config import TrainSettings
 from shardwright.runtime.build import build
 from shardwright.runtime.planning import plan_for
-from shardwright.runtime.run.learning_rate import EarlyStopping, batch_size_factor, describe_scaling, factor
+from shardwright.runtime.run.early_stopping import EarlyStopping
+from shardwright.runtime.run.learning_rate import batch_size_factor, describe_scaling, factor
 
 
 @pytest.mark.parametrize("decay", ["none", "linear", "cosine"])

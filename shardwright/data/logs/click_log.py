@@ -1,9 +1,10 @@
 """Open a click log as a source, from its path and data settings."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,52 @@ def open_movielens(
     return source
 
 
+def convert_files(
+    key: str, patterns: str | Sequence[str], kind: str, schema: Schema, *, strict: bool = True, cache: str
+) -> tuple[str, ...]:
+    """Convert files that are evaluated on, each to its own cache; returns the caches.
+
+    `patterns`: files, directories and globs, the value of `key`. `schema`: of the training log. Rows keep their order.
+    """
+    caches, schema = [], replace(schema, time=None)
+    for path in list_files(key, patterns):
+        log, file_schema = open_file(path, kind, schema)
+        with show_progress(str(path)) as progress:
+            directory = convert(path, log, file_schema, Path(cache), strict=strict, progress=progress)
+        _warn_malformed(str(path), files.read(ConvertedLog, directory / "log.json"))
+        caches.append(str(directory))
+    return tuple(caches)
+
+
+def list_files(key: str, patterns: str | Sequence[str]) -> list[Path]:
+    """The files that paths and globs name, the value of `key`; a directory of Parquet files is one of them."""
+    paths = []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        matches = [pattern] if os.path.exists(pattern) else sorted(glob(pattern))
+        if not matches:
+            raise UserError(f"{key}={pattern}: no such file")
+        for path in map(Path, matches):
+            is_text_directory = path.is_dir() and not any(path.rglob("*.parquet"))
+            if not is_text_directory:
+                paths.append(path)
+                continue
+            texts = [each for each in path.iterdir() if each.is_file() and not each.name.startswith((".", "_"))]
+            if not texts:
+                raise UserError(f"{key}={path}: the directory has no files")
+            paths += sorted(texts)
+    return paths
+
+
+def open_file(path: Path, kind: str, schema: Schema) -> tuple[LogFile, Schema]:
+    """Open a file with the columns of a log of this kind; returns it and the schema to read it with."""
+    if path.suffix == ".parquet" or path.is_dir():
+        return ParquetLog(path), replace(schema, columns=())
+    known = SCHEMAS.get(kind)
+    if known is not None and not schema.columns:  # the schema of a Parquet log has none
+        schema = replace(schema, columns=known.columns)
+    return TextFile(path, schema), schema
+
+
 def guess_kind(path: str) -> str:
     """Guess the kind of a log from its columns or file names; empty: none of the known ones."""
     if Path(path).is_dir() and any(Path(path, name).exists() for name in ("u.data", "u.data.zst", "ratings.csv")):
@@ -127,9 +174,7 @@ def _resolve_log(kind: str, path: Path, schema: str) -> tuple[LogFile, Schema]:
         if not schema:
             raise UserError('key "data.schema" is missing: a TOML file that describes the columns of the log')
         parsed_schema = read_schema(schema)
-    if path.suffix == ".parquet" or path.is_dir():
-        return ParquetLog(path), replace(parsed_schema, columns=())
-    return TextFile(path, parsed_schema), parsed_schema
+    return open_file(path, kind, parsed_schema)
 
 
 def _warn_malformed(path: str, log: ConvertedLog) -> None:

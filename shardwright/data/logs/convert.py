@@ -177,6 +177,19 @@ def _to_label(path: Path, schema: Schema, name: str, values: np.ndarray) -> np.n
     return values
 
 
+def read_chunk_columns(file: pq.ParquetFile, number: int, schema: Schema) -> dict[str, Any]:
+    """Read the columns of row group `number` of a cache: an array each, for a list (codes, offsets)."""
+    table = file.read_row_group(number, use_threads=False)
+    columns: dict[str, Any] = {}
+    for name in table.column_names:
+        array = table[name].combine_chunks()
+        if name in schema.lists:
+            columns[name] = array.values.to_numpy(zero_copy_only=True), array.offsets.to_numpy(zero_copy_only=True)
+        else:
+            columns[name] = array.to_numpy(zero_copy_only=True)
+    return columns
+
+
 class RowGroupWriter:
     """Writes a Parquet file with row groups of ROW_GROUP_SIZE rows, from parts of any size."""
 

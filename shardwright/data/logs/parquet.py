@@ -1,6 +1,6 @@
 """Read a Parquet file or directory in the same parts as a text file; report malformed rows by number."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,31 +36,36 @@ class ParquetLog:
     ) -> Iterator[TextPart]:
         """Read parts of at most `max_rows` rows; calls progress(rows read so far)."""
         num_read = 0
-        self._check_columns(schema)
-        columns = list(schema.used_columns)
-        batches = self._data.to_batches(columns, batch_size=max_rows, batch_readahead=1, fragment_readahead=1)
+        self.check_columns(schema.used_columns)
+        for batch in self.read_batches(schema.used_columns, max_rows):
+            yield self.to_part(batch, schema, num_read)
+            num_read += batch.num_rows
+            progress(num_read)
+
+    def read_batches(self, columns: Sequence[str], max_rows: int) -> Iterator[pa.RecordBatch]:
+        """Read some columns of all rows, in batches of at most `max_rows`."""
+        batches = self._data.to_batches(list(columns), batch_size=max_rows, batch_readahead=1, fragment_readahead=1)
         while True:
             with _raise_unreadable(self._path):
                 batch = next(batches, None)
             if batch is None:
                 return
             if batch.num_rows:
-                yield self._convert(batch, schema, num_read)
-                num_read += batch.num_rows
-                progress(num_read)
+                yield batch
 
-    def _check_columns(self, schema: Schema) -> None:
+    def check_columns(self, columns: Sequence[str]) -> None:
         """Raise UserError unless every file has the columns to read, with the types of the first file."""
         for fragment in self._data.get_fragments():
             with _raise_unreadable(fragment.path):
                 fragment_schema = fragment.physical_schema
-            for name in schema.used_columns:
+            for name in columns:
                 expected = self._data.schema.field(name).type
                 actual = fragment_schema.field(name).type if name in fragment_schema.names else "missing"
                 if actual != expected:
                     raise UserError(f'{fragment.path}: column "{name}" is {actual}; in the first file it is {expected}')
 
-    def _convert(self, batch: pa.RecordBatch, schema: Schema, first: int) -> TextPart:
+    def to_part(self, batch: pa.RecordBatch, schema: Schema, first: int) -> TextPart:
+        """Convert a batch, whose first row is row `first` of the file, and find its malformed rows."""
         columns: dict[str, Any] = {}
         invalid: dict[int, str] = {}
         tails = dict(schema.tail)

@@ -51,13 +51,17 @@ class Schema:
     @property
     def used_columns(self) -> tuple[str, ...]:
         """All columns that are read."""
-        single = (*self.label_columns.values(), *(name for name in (self.weight, self.time) if name is not None))
+        single = (*self.label_columns.values(), *(name for name in (self.weight, self.time) if name))
         return (*single, *self.numbers, *self.categories, *self.lists, *self.history_times.values())
 
     @property
     def label_columns(self) -> dict[str, str]:
         """The column of each label, by the label's name in a batch."""
         return ({CLICK: self.label} if self.label else {}) | self.labels
+
+    def features_only(self) -> "Schema":
+        """The schema of a file to score: without labels, weights and times."""
+        return replace(self, label="", positive=None, labels={}, positives={}, weight=None, time=None, history_times={})
 
     def identity_text(self) -> str:
         """The representation that identifies a schema in digests; its fields are those of `plain`."""

@@ -8,7 +8,7 @@ Shape legend: B samples.
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -19,8 +19,9 @@ import pyarrow.parquet as pq
 from shardwright.data.features import statistics
 from shardwright.data.features.statistics import Moments, SplitStatistics
 from shardwright.data.features.transforms import DecodedChunk, Encoding, Transforms
-from shardwright.data.logs.convert import ROW_GROUP_SIZE, ConvertedLog
+from shardwright.data.logs.convert import ROW_GROUP_SIZE, ConvertedLog, read_chunk_columns
 from shardwright.data.logs.schema import Schema
+from shardwright.data.sources.held_out import HeldOutCaches, HeldOutFiles, chunk_starts, read_codes
 from shardwright.data.sources.source import NumpyBatch, permute_positions
 from shardwright.errors import UserError
 from shardwright.spec import files
@@ -63,6 +64,7 @@ class ClickLog:
     encoding: Encoding = Encoding()
     part: SplitName = "train"
     memory: int = 1 << 30  # bytes per process; half of it is for value counts, later for decoded chunks
+    held_out: HeldOutCaches = field(default=HeldOutCaches(), repr=False)  # files in place of shares of this log
 
     def __post_init__(self) -> None:
         raise_if_any(_validation_errors(self))
@@ -89,6 +91,11 @@ class ClickLog:
     def unknown_ids(self) -> tuple[int, ...]:
         """Table rows shared by several values: 0 for missing values, 1 for values outside the vocabulary."""
         return (0,) if self.encoding.rows else (0, 1)
+
+    @property
+    def schema(self) -> Schema:
+        """The columns that are read, all by name."""
+        return self._info.schema
 
     @property
     def num_dense(self) -> int:
@@ -171,17 +178,35 @@ class ClickLog:
             ),
         )
 
-    def evaluation(self) -> "ClickLog":
-        """Source for evaluation during training: the validation split, or the test split if there is none."""
+    def evaluation(self) -> "ClickLog | HeldOutFiles":
+        """Source for evaluation during training: the validation rows, or the test rows if there are none."""
         return self._evaluation_log
 
     @cached_property
-    def _evaluation_log(self) -> "ClickLog":
-        return replace(self, part="validation" if self.split.validation else "test")
+    def _evaluation_log(self) -> "ClickLog | HeldOutFiles":
+        return self._held_out_rows("validation" if self._has_validation else "test")
 
-    def test(self) -> "ClickLog | None":
-        """Source for the final evaluation; None if `evaluation` is already the test split."""
-        return replace(self, part="test") if self.split.validation and self.split.test else None
+    def test(self) -> "ClickLog | HeldOutFiles | None":
+        """Source for the final evaluation; None if `evaluation` already has the test rows."""
+        has_test = bool(self.split.test or self.held_out.test)
+        return self._held_out_rows("test") if self._has_validation and has_test else None
+
+    @property
+    def _has_validation(self) -> bool:
+        return bool(self.split.validation or self.held_out.validation)
+
+    def _held_out_rows(self, part: Literal["validation", "test"]) -> "ClickLog | HeldOutFiles":
+        caches = self.held_out.validation if part == "validation" else self.held_out.test
+        return HeldOutFiles(caches, self.transforms) if caches else replace(self, part=part)
+
+    def codes(self, column: str, indices: np.ndarray) -> np.ndarray:
+        """The hash codes of a category column's values in the samples at `indices`; 0: missing."""
+        return read_codes([self._file], column, self._cache_rows(indices))
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """The files that the samples are from."""
+        return (self._info.origin,)
 
     def history_lengths(self, indices: np.ndarray) -> np.ndarray:
         """Number of ids of each sample's histories."""
@@ -219,8 +244,7 @@ class ClickLog:
     @cached_property
     def _starts(self) -> np.ndarray:
         """The first row of each chunk, followed by the total number of rows."""
-        metadata = self._file.metadata
-        return np.cumsum([0, *(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))])
+        return chunk_starts([self._file])
 
     @cached_property
     def _order(self) -> np.ndarray | None:
@@ -271,19 +295,6 @@ class ClickLog:
     def __getstate__(self) -> dict[str, Any]:
         """Pickle only the dataclass fields, not cached data."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
-
-def read_chunk_columns(file: pq.ParquetFile, number: int, schema: Schema) -> dict[str, Any]:
-    """Read the columns of row group `number` of a cache: an array each, for a list (codes, offsets)."""
-    table = file.read_row_group(number, use_threads=False)
-    columns: dict[str, Any] = {}
-    for name in table.column_names:
-        array = table[name].combine_chunks()
-        if name in schema.lists:
-            columns[name] = array.values.to_numpy(zero_copy_only=True), array.offsets.to_numpy(zero_copy_only=True)
-        else:
-            columns[name] = array.to_numpy(zero_copy_only=True)
-    return columns
 
 
 def _select_values(values: Any, mask: np.ndarray) -> np.ndarray:

@@ -23,9 +23,9 @@ import pyarrow.parquet as pq
 
 from shardwright.data.features.statistics import REFERENCE_BATCH_SIZE
 from shardwright.data.features.transforms import TRANSFORMS_FILE, DecodedChunk, Encoding, Transforms
-from shardwright.data.logs.convert import CACHE_DIRECTORY, ROW_GROUP_SIZE, ROWS_FILE
+from shardwright.data.logs.convert import CACHE_DIRECTORY, ROW_GROUP_SIZE, ROWS_FILE, read_chunk_columns
 from shardwright.data.logs.schema import SCHEMAS, Schema, read_schema
-from shardwright.data.sources.clicks import ClickLog, Split, read_chunk_columns
+from shardwright.data.sources.clicks import ClickLog, Split
 from shardwright.data.sources.journal import JOURNAL_FILE, POLL_SECONDS, Journal
 from shardwright.data.sources.source import NumpyBatch, Pause
 from shardwright.errors import UserError

@@ -77,6 +77,11 @@ def die_with_launcher() -> None:
     die_with_parent(int(launcher_pid) if launcher_pid is not None else os.getppid())
 
 
+def is_started_by_launcher() -> bool:
+    """Whether `launch_ranks` has started this process."""
+    return LAUNCHER_PID in os.environ
+
+
 def die_with_parent(pid: int) -> None:
     """Make the kernel kill this process when the thread of process `pid` that started it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -84,11 +89,11 @@ def die_with_parent(pid: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def launch_ranks(num_ranks: int, command: Sequence[str], max_restarts: int = 0) -> int:
+def launch_ranks(num_ranks: int, command: Sequence[str], max_restarts: int = 0, *, remedy: str = "") -> int:
     """Run the command as `num_ranks` processes on this host; when one dies, restart all.
 
-    Restarts at most `max_restarts` times. Returns the exit status of the first rank that failed, else 0. Call it from
-    the main thread.
+    Restarts at most `max_restarts` times. `remedy`: what to do after a failure; empty: resume the run. Returns the exit
+    status of the first rank that failed, else 0. Call it from the main thread.
     """
     from shardwright.comm import store
     from shardwright.runtime.launch.supervisor import Supervisor
@@ -106,15 +111,15 @@ def launch_ranks(num_ranks: int, command: Sequence[str], max_restarts: int = 0) 
                 return report.code
             will_restart = attempt < max_restarts and not supervisor.signal
             last_stage = store.last_heartbeat(store.open_attempt(job_store, attempt, num_ranks), report.failed_rank)
-            remedy = f"all ranks restart from the last checkpoint (restart {attempt + 1} of {max_restarts})"
+            advice = f"all ranks restart from the last checkpoint (restart {attempt + 1} of {max_restarts})"
             if not will_restart:
                 name = next((argument for argument in command if argument.startswith("run.name=")), "run.name=NAME")
-                remedy = f"continue from the last checkpoint with {name} run.resume=true"
+                advice = remedy or f"continue from the last checkpoint with {name} run.resume=true"
             if report.is_silent or will_restart:
                 stage_text = f"in {last_stage}" if last_stage else "before its first step"
                 print(
                     f"shardwright: {report.description} {stage_text}; its log: "
-                    f"{supervisor.log_path(report.failed_rank)}; {remedy}",
+                    f"{supervisor.log_path(report.failed_rank)}; {advice}",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -40,6 +40,7 @@ RECORD_FILES = (
     (CopyWindow, COPIES_FILE),
     (TrafficWindow, TRAFFIC_FILE),
 )
+CHECKPOINTS_FILE = "checkpoints.json"  # names the checkpoints with the best and the last state
 PRIVATE_MODE = 0o700  # mode of a run directory that only its owner may read
 
 # Where the run trains and how its input is prepared: a resumed run may change these keys.

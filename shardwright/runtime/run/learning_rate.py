@@ -1,11 +1,7 @@
-"""Learning-rate schedule, a function of the step only, and early stopping.
-
-A resumed run needs no saved state of the schedule.
-"""
+"""Learning-rate schedule, a function of the step only, so that a resumed run needs no saved state of it."""
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from shardwright.config import TrainSettings
 
@@ -44,36 +40,3 @@ def _schedule_factor(step: int, train: TrainSettings) -> float:
             return 1 - (1 - train.final_rate) * progress
         case "cosine":
             return train.final_rate + (1 - train.final_rate) * (1 + math.cos(math.pi * progress)) / 2
-
-
-class EarlyStopping:
-    """Tracks the best evaluation and whether `patience` evaluations in a row have not been better."""
-
-    def __init__(self, patience: int) -> None:
-        self.patience = patience
-        self.best = math.inf
-        self.best_step = 0
-        self.wait_count = 0
-
-    def update(self, metric: float, step: int) -> bool:
-        """Record an evaluation's metric (lower is better); return whether it is the best so far."""
-        if metric < self.best:
-            self.best, self.best_step, self.wait_count = metric, step, 0
-            return True
-        self.wait_count += 1
-        return False
-
-    @property
-    def should_stop(self) -> bool:
-        return bool(self.patience) and self.wait_count >= self.patience
-
-    def state_dict(self) -> dict[str, float | None]:
-        return {
-            "best": None if math.isinf(self.best) else self.best,
-            "best_step": self.best_step,
-            "waited": self.wait_count,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best = math.inf if state["best"] is None else state["best"]
-        self.best_step, self.wait_count = state["best_step"], state["waited"]

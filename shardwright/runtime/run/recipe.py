@@ -29,12 +29,15 @@ from shardwright.measure.describe import check_contract, sparse_of
 from shardwright.models.click_inputs import ClickInputs, ClickSource
 from shardwright.models.names import MODELS
 from shardwright.runtime.dense_layout import DenseOptimizer
+from shardwright.runtime.run.early_stopping import check_monitor
+from shardwright.runtime.run.held_out_files import attach_files, split_beside_files
 from shardwright.spec.optimizer import sparse_optimizer
 
 
 def make_source(settings: Settings) -> Source:
-    """Construct the data source of section [data]."""
-    source = _construct("data", settings.data, SOURCES, {"seed": settings.seed})
+    """Construct the data source of section [data], with the files that are held out beside it."""
+    source = _construct("data", split_beside_files(settings.data), SOURCES, {"seed": settings.seed})
+    source = attach_files(settings.data, source)
     if (partitions := settings.data.partitions) == 1:
         return source
     if not isinstance(source, Neighborhoods):
@@ -102,6 +105,8 @@ def epochs_to_steps(settings: Settings, source: Source) -> Settings:
     train = settings.train
     if source.size == 0:
         raise UserError("the training part has no samples: lower data.split.test and data.split.validation")
+    if train.eval_epochs and source.size is None:
+        raise UserError(f"train.eval_epochs={train.eval_epochs}: this source has no end; set train.eval_every instead")
     passes = 0 if source.size is None else (train.steps or math.inf) * train.samples_per_step / source.size
     if train.progressive and (train.epochs > 1 or not train.epochs and passes > 1):
         raise UserError("train.progressive=true scores samples that were never trained on: set train.epochs=1")
@@ -124,6 +129,7 @@ def make_model(settings: Settings, source: Source | Transforms) -> nn.Module:
     check_contract(model)
     if settings.tables is not None and sparse_of(model) is None:
         raise UserError(f"section [tables] is given, but model.kind={settings.model.kind} has no tables; drop it")
+    check_monitor(settings.train.monitor, model.loss)
     if smoothing := settings.train.label_smoothing:
         if not isinstance(model.loss, BinaryLoss | TaskLosses):
             raise UserError(

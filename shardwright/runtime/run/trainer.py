@@ -1,6 +1,7 @@
 """The loop of a run: train, evaluate, log, checkpoint, resume."""
 
 import itertools
+import json
 import math
 import os
 import sys
@@ -30,7 +31,8 @@ from shardwright.runtime.outputs import Output
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.run import full_graph, learning_rate, metrics, recipe
 from shardwright.runtime.run.callback import CallbackList, RunResult
-from shardwright.runtime.run.directory import RunDirectory, resume_hint
+from shardwright.runtime.run.directory import CHECKPOINTS_FILE, RunDirectory, resume_hint
+from shardwright.runtime.run.early_stopping import EarlyStopping, is_evaluation_due
 from shardwright.runtime.run.generate_text import generate_text
 from shardwright.runtime.run.machine import MachineMeter
 from shardwright.runtime.run.retrieval import RetrievalMeter
@@ -80,7 +82,7 @@ class Trainer:
         self.seconds = 0.0  # spent training since the start of the run
         self.evaluation: dict[str, Any] = {}
         self.progressive_evaluation: dict[str, Any] = {}  # the result if no samples are held out
-        self.early_stopping = learning_rate.EarlyStopping(settings.train.patience)
+        self.early_stopping = EarlyStopping(settings.train.patience, settings.train.monitor)
         self.saver, self.best_saver, self.publisher = make_savers(settings, directory, self.rank_group, job.changes)
         # best steps that the last checkpoints refer to
         self.best_steps: deque[int] = deque(maxlen=settings.train.keep_checkpoints + 1)
@@ -108,6 +110,7 @@ class Trainer:
             self.stop_request.disable_time_limit()
             self.saver.wait()
             self.publisher.wait()
+        self._name_checkpoints()
         if stop_signal:
             return RunResult(self.directory.path, self.evaluation, 0.0, stop_signal=stop_signal, step=self.job.step)
         if self.early_stopping.best_step:
@@ -173,7 +176,7 @@ class Trainer:
                         "progressive", self.rank_group.all_reduce_lifetime(self.lifetime_metrics).compute()
                     )
                 window, start_seconds, start_samples = self._make_window(), self.seconds, self.samples
-            if is_last or train.eval_every and step % train.eval_every == 0:
+            if is_last or is_evaluation_due(step, train, self.loader.num_batches):
                 self._evaluate("eval", recipe.evaluation_source(self.settings, self.source, self.samples))
                 self._update_early_stopping()
             ends = is_last or self.early_stopping.should_stop
@@ -254,14 +257,28 @@ class Trainer:
         return metrics.WindowMetrics(self.labels, self.settings.train.group or None, unknown_ids, weigh, self.classes)
 
     def _update_early_stopping(self) -> None:
-        """With early stopping: save the state if the last evaluation is the best so far."""
-        if self.settings.train.patience and self.evaluation:
-            metric = self.evaluation.get("ne", self.evaluation["loss"])
+        """If the best state is kept: save the state if the last evaluation is the best so far."""
+        if self.settings.train.keeps_best and self.evaluation:
+            _, metric = self.early_stopping.metric_of(self.evaluation)
             if self.early_stopping.update(metric, self.job.step):
                 self.job.check_weights()
                 with self.stop_request.suspend_time_limit():
                     self.job.save_with(self.best_saver, {})
                     self.best_saver.wait()
+
+    def _name_checkpoints(self) -> None:
+        """Write which checkpoints have the best and the last state; with a best state, also show it."""
+        last, stopping = self.directory.last_checkpoint(), self.early_stopping
+        if last is None or not self.rank_group.is_first:
+            return
+        named: dict[str, Any] = {"last": {"path": str(last.relative_to(self.directory.path))}}
+        if stopping.best_step:
+            best = checkpoint_path(self.directory.best, stopping.best_step)
+            metric, _ = stopping.metric_of(self.evaluation)
+            named["best"] = {"path": str(best.relative_to(self.directory.path)), metric: stopping.best}
+            self.callbacks.note(f"best    {best}  {metric} {stopping.best:.4f}")
+            self.callbacks.note(f"last    {last}")
+        files.write_text(json.dumps(named, indent=1), self.directory.path / CHECKPOINTS_FILE)
 
     def _log(self, kind: str, values: Mapping[str, float]) -> dict[str, Any]:
         """Append a line to metrics.jsonl and show it; a loss that is not finite is an error."""

@@ -1,0 +1,1 @@
+"""Score the rows of a file with a run or an export."""
