@@ -67,14 +67,16 @@ def _hash(numbers: np.ndarray, salt: int) -> np.ndarray:
 
 
 def make_model(kind: str, source: LongTailed):
+    from shardwright.models.click_inputs import ClickInputs
     from shardwright.models.din import din
     from shardwright.models.hstu import hstu
     from shardwright.spec.optimizer import RowWiseAdaGrad
 
+    inputs = ClickInputs(source, RowWiseAdaGrad(0.01))
     if kind == "din":
-        return din(source, RowWiseAdaGrad(0.01), dim=32, attention=[64, 32], hidden=[64])
+        return din(inputs, dim=32, attention=[64, 32], hidden=[64])
     encoder = {"num_layers": 2, "num_heads": 2, "head_dim": 32}
-    return hstu(source, RowWiseAdaGrad(0.01), dim=32, encoder=encoder, hidden=[64])
+    return hstu(inputs, dim=32, encoder=encoder, hidden=[64])
 
 
 def worker(kind: str, batch: int, longest: int, rounds: int) -> None:

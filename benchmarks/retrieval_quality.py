@@ -24,6 +24,7 @@ from benchmarks import results_file
 from benchmarks.click_quality import interval
 from shardwright import config
 from shardwright.data.loading.loader import to_batch
+from shardwright.data.sources.clicks import ClickLog
 from shardwright.jagged import Batch
 from shardwright.runtime.run import recipe
 from shardwright.runtime.run.train import train
@@ -42,7 +43,7 @@ class PlainTowers(nn.Module):
         dim, self.sides = model["dim"], (model["user"], model["item"])
         self.tables = nn.ModuleDict({name: nn.EmbeddingBag(num, dim, mode="mean") for name, num in rows.items()})
         for name, num in rows.items():
-            nn.init.uniform_(self.tables[name].weight, -(num**-0.5), num**-0.5)
+            nn.init.uniform_(self.tables.get_parameter(f"{name}.weight"), -(num**-0.5), num**-0.5)
         self.towers = nn.ModuleList()
         for side in self.sides:
             widths, layers = [len(side) * dim, *model["hidden"]], []
@@ -73,6 +74,7 @@ def in_batch_loss(user: Tensor, item: Tensor, batch: Batch, ids: Tensor, log_sha
 
 def train_plain(settings: config.Settings) -> dict[str, float]:
     source, model = recipe.make_source(settings), settings.model.arguments
+    assert isinstance(source, ClickLog) and settings.tables is not None
     torch.manual_seed(settings.seed + 1000)
     towers = PlainTowers({name: rows for name, rows, _ in source.features}, model)
     tables = torch.optim.Adagrad(towers.tables.parameters(), settings.tables.arguments["lr"])
@@ -83,10 +85,13 @@ def train_plain(settings: config.Settings) -> dict[str, float]:
         for _ in range(settings.train.epochs):
             for batch in loader:
                 ids = column(batch, item)
-                loss = in_batch_loss(*towers(batch), batch, ids, log_shares, softmax["temperature"])
-                tables.zero_grad(), dense.zero_grad()
+                users, items = towers(batch)
+                loss = in_batch_loss(users, items, batch, ids, log_shares, softmax["temperature"])
+                for optimizer in (tables, dense):
+                    optimizer.zero_grad()
                 loss.backward()
-                tables.step(), dense.step()
+                for optimizer in (tables, dense):
+                    optimizer.step()
     return evaluate(towers.eval(), source, model["user"][0], item)
 
 
@@ -163,11 +168,10 @@ def main() -> int:
                 lines.append({"side": side, "seed": seed} | {figure: values[figure] for figure in FIGURES})
                 print(json.dumps(lines[-1]), flush=True)
     sides = ("shardwright", "plain PyTorch")
-    rows = [
-        {"side": side, "seeds": args.seeds}
-        | {figure: interval([line[figure] for line in lines if line["side"] == side]) for figure in FIGURES}
-        for side in sides
-    ]
+    rows = []
+    for side in sides:
+        intervals = {figure: interval([line[figure] for line in lines if line["side"] == side]) for figure in FIGURES}
+        rows.append({"side": side, "seeds": args.seeds, **intervals})
     table = Table("side", "Recall@100", "NDCG@100", title=f"{RECIPE}, {args.seeds} seeds, hold-out")
     for row in rows:
         table.add_row(row["side"], *(f"{row[figure][0]:.4f} ± {row[figure][1]:.4f}" for figure in FIGURES))

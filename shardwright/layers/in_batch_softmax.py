@@ -45,6 +45,8 @@ class InBatchSoftmax(nn.Module):
     training samples: frequent items are negatives more often and would be pushed down (sampled-softmax correction).
     """
 
+    log_shares: Tensor | None
+
     def __init__(
         self,
         item: str,
@@ -91,7 +93,7 @@ class InBatchSoftmax(nn.Module):
     def _losses(self, vectors_P2D: Tensor, items_P: Tensor, is_positive_P: Tensor) -> Tensor:
         """The cross entropy of each sample of a group; that of samples that are no positives is without meaning."""
         logits_PP = vectors_P2D[:, USER] @ vectors_P2D[:, ITEM].t() / self.temperature
-        if self.correction:
+        if self.correction and self.log_shares is not None:
             logits_PP = logits_PP - self.log_shares[items_P].to(logits_PP.dtype)
         is_own_PP = torch.eye(len(items_P), dtype=torch.bool, device=items_P.device)
         is_candidate_PP = is_positive_P & (items_P.unsqueeze(1) != items_P) | is_own_PP

@@ -10,8 +10,8 @@ from shardwright.planner.price import primitives, roofline
 from shardwright.report import html_template, plots
 from shardwright.report.html_template import Grid
 from shardwright.report.plots import Figure
-from shardwright.report.run_page import ABSENT
 from shardwright.report.units import bytes_text, time_text
+from shardwright.report.workload_grids import ABSENT
 from shardwright.spec import files
 from shardwright.spec.cluster import Cluster, Collective, Level, Price
 

@@ -7,9 +7,10 @@ from shardwright.errors import UserError
 from shardwright.report import html_template, plots
 from shardwright.report.html_template import Grid
 from shardwright.report.plots import Figure
-from shardwright.report.run_page import ABSENT, flatten_settings
+from shardwright.report.run_page import flatten_settings
 from shardwright.report.run_record import RunRecord, read_record
 from shardwright.report.units import bytes_text, count_text, decimal_text, duration_text
+from shardwright.report.workload_grids import ABSENT
 from shardwright.spec import files
 
 CURVES = (

@@ -27,13 +27,12 @@ from shardwright.report.model_flops import flops_grid
 from shardwright.report.popularity import describe_popularity
 from shardwright.report.run_record import MachineWindow, Metrics, MetricsLine, RunRecord, read_record
 from shardwright.report.traffic_page import describe_traffic
-from shardwright.report.units import bytes_text, count_text, decimal_text, duration_text, si_text, time_text
+from shardwright.report.units import bytes_text, count_text, decimal_text, duration_text, time_text
+from shardwright.report.workload_grids import ABSENT, block_grid, table_grid
 from shardwright.spec import files
 from shardwright.spec.plan import Plan, Stage
 from shardwright.spec.timeline import Timeline
-from shardwright.spec.workload import Workload
 
-ABSENT = "not measured"
 OUTCOME_NOTES = MappingProxyType(
     {
         "test": "test at step {step}",
@@ -41,7 +40,6 @@ OUTCOME_NOTES = MappingProxyType(
         "progressive": "all samples up to step {step}, each scored before training on it",
     }
 )
-HOTTEST_ROWS = 100  # the grid of tables shows the share of ids that read this many hottest rows
 MIN_REPORTED_OVERLAP = 1e-3  # overlap above this share of the parts' time is reported
 UNEVEN_STEP_RATIO = 1.2  # steps with a larger ratio of mean to median are reported as uneven
 PREPARE_STAGE = "prepare"  # a predicted stage that runs in a loader worker
@@ -328,68 +326,6 @@ def speed_tiles(metrics: Metrics) -> Iterator[Tile]:
     steps = f"{end.step:,} steps" if end else "written at the end of a run"
     yield Tile("Wall time", ABSENT if seconds is None else duration_text(seconds), steps)
     yield Tile("Peak memory", ABSENT if peak is None else bytes_text(peak), "resident, on the host")
-
-
-def table_grid(workload: Workload) -> Grid:
-    rows = []
-    for table in workload.tables:
-        only_table = replace(workload, tables=(table,))
-        names = [feature.name for feature in workload.features if feature.table == table.name]
-        ids_per_sample = [entry.ids_per_sample for entry in workload.statistics if entry.feature in names]
-        ids = f"{sum(ids_per_sample):.4g}" if names and len(ids_per_sample) == len(names) else ABSENT
-        sizes = (
-            f"{table.rows:,}",
-            str(table.dim),
-            table.dtype,
-            bytes_text(only_table.table_bytes),
-            bytes_text(only_table.state_bytes),
-        )
-        hottest = [entry.popularity for entry in workload.statistics if entry.feature in names and entry.popularity]
-        hot_share = f"{hottest_share(hottest[0], HOTTEST_ROWS):.0%}" if len(hottest) == len(names) == 1 else ABSENT
-        rows.append((table.name, ", ".join(names), ids, hot_share, *sizes))
-    num_rows = f"{sum(table.rows for table in workload.tables):,}"
-    total = ("total", "", "", "", num_rows, "", "", bytes_text(workload.table_bytes), bytes_text(workload.state_bytes))
-    columns = (
-        "table",
-        "features",
-        "ids per sample",
-        f"ids in {HOTTEST_ROWS} hottest rows",
-        "rows",
-        "dim",
-        "dtype",
-        "bytes",
-        "optimizer state",
-    )
-    return Grid(columns, tuple(rows), num_text_columns=2, total=total)
-
-
-def hottest_share(popularity: Sequence[tuple[int, float]], rows: int) -> float:
-    """Share of all ids that read the hottest `rows` rows, or the largest measured number of rows below."""
-    return max((share for num, share in popularity if num <= rows), default=0.0)
-
-
-def block_grid(workload: Workload) -> Grid:
-    rows = tuple(
-        (
-            block.name,
-            f"{block.parameters:,}",
-            bytes_text(block.parameter_bytes),
-            si_text(block.forward_flops),
-            si_text(block.backward_flops),
-            bytes_text(block.activation_bytes),
-        )
-        for block in workload.blocks
-    )
-    total = (
-        "total",
-        f"{workload.dense_parameters:,}",
-        bytes_text(workload.dense_bytes),
-        si_text(sum(block.forward_flops for block in workload.blocks)),
-        si_text(sum(block.backward_flops for block in workload.blocks)),
-        bytes_text(sum(block.activation_bytes for block in workload.blocks)),
-    )
-    columns = ("block", "parameters", "bytes", "forward FLOPs", "backward FLOPs", "activations")
-    return Grid(columns, rows, total=total)
 
 
 def settings_grid(values: Mapping[str, Any]) -> Grid:

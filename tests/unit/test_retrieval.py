@@ -42,7 +42,9 @@ def plain_metrics(vectors: dict, items: list[int], positives: dict, excluded: di
             recalls[k].append(len(hits) / len(relevant))
             best = sum(1 / np.log2(place + 2) for place in range(min(k, len(relevant))))
             gains[k].append(sum(1 / np.log2(place + 2) for place in hits) / best)
-    return {f"recall@{k}": np.mean(recalls[k]) for k in recalls} | {f"ndcg@{k}": np.mean(gains[k]) for k in gains}
+    return {f"recall@{k}": float(np.mean(recalls[k])) for k in recalls} | {
+        f"ndcg@{k}": float(np.mean(gains[k])) for k in gains
+    }
 
 
 @pytest.mark.parametrize("scores_at_once", [1, 100, 1 << 24])

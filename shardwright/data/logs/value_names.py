@@ -44,7 +44,7 @@ def _read_texts(path: Path, schema: Schema, column: str) -> Iterator[list[str]]:
         return
     if isinstance(file, ParquetLog):
         for batch in file.read_batches([column], BLOCK_ROWS):
-            yield pc.unique(pc.fill_null(pc.cast(batch.column(column), pa.string()), "")).to_pylist()
+            yield pc.fill_null(pc.cast(batch.column(column), pa.string()), "").unique().to_pylist()
     else:
         for batch in KeyColumns(path, schema, file.columns, [column]).read_batches():
-            yield pc.unique(batch.column(0)).to_pylist()
+            yield batch.column(0).unique().to_pylist()

@@ -25,8 +25,7 @@ from shardwright.data.logs.value_names import name_values
 from shardwright.data.sources.clicks import ClickLog
 from shardwright.data.sources.held_out import HeldOutFiles
 from shardwright.data.sources.source import Source, make_order
-from shardwright.data.sources.synthetic import ClickStream
-from shardwright.data.sources.synthetic_tasks import TaskStream
+from shardwright.data.sources.synthetic import ClickStream, TaskStream
 from shardwright.errors import UserError, did_you_mean
 from shardwright.jagged import select
 from shardwright.kernels.matmul import preferred_library, use_library
@@ -144,8 +143,10 @@ def _open_sources(
 
 
 def _check_columns(held_out: Source, columns: Sequence[str]) -> None:
-    for column in columns if isinstance(held_out, ClickLog | HeldOutFiles) else ():
-        names = held_out.transforms.schema.categories
+    if not isinstance(held_out, ClickLog | HeldOutFiles):
+        return
+    names = held_out.transforms.schema.categories
+    for column in columns:
         if column not in names:
             raise UserError(f'by="{column}" is no category column{did_you_mean(column, names)}')
 
