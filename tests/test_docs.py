@@ -22,7 +22,6 @@ from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape
 from shardwright.models.click_inputs import ClickInputs
 from shardwright.models.keys import default_text, type_text
-from shardwright.models.names import MODELS
 from shardwright.runtime.run.recipe import SOURCES
 from shardwright.spec import files
 from shardwright.spec.expert_placement import ExpertPlacement
@@ -155,7 +154,10 @@ def test_the_recorded_routing_of_the_page_can_be_planned(folder):
 
 
 def test_the_page_of_recipe_keys_agrees_with_the_signatures():
-    """docs/recipe-keys.md lists the keys of each kind of data, model and table optimizer, with types and defaults."""
+    """docs/recipe-keys.md lists the keys of each kind of data and table optimizer, with types and defaults.
+
+    Its keys of models are generated: tests/golden/test_model_keys.py.
+    """
     page = (ROOT / "docs/recipe-keys.md").read_text()
     for section, rows in generated_keys().items():
         text = page.partition(f"## [{section}]")[2].partition("\n## ")[0]
@@ -167,7 +169,7 @@ def test_the_page_of_recipe_keys_agrees_with_the_signatures():
 def generated_keys() -> dict[str, list[tuple[str, ...]]]:
     """For each section of a recipe: (key, kinds with this key, type, default), from the signatures of the kinds."""
     optimizers = {optimizer(lr=0.1).kind: optimizer for optimizer in get_args(get_args(SparseOptimizer)[0])}
-    built_in: dict[str, Mapping[str, Any]] = {"data": SOURCES, "model": MODELS, "tables": optimizers}
+    built_in: dict[str, Mapping[str, Any]] = {"data": SOURCES, "tables": optimizers}
     return {section: list(rows_of(kinds)) for section, kinds in built_in.items()}
 
 
