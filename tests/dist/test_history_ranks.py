@@ -12,6 +12,7 @@ import shardwright as sw
 from shardwright import config
 from shardwright.data.loading.loader import Loader
 from shardwright.jagged import Batch
+from shardwright.models.click_inputs import ClickInputs
 from shardwright.models.din import din
 from shardwright.models.hstu import hstu
 from shardwright.runtime.planning import plan_single_process
@@ -25,10 +26,13 @@ TABLES = {"user": 20, "item": 30, "tags": 7, "action": 5}
 
 
 MODELS = {
-    "din": lambda: din(Visits(), RowWiseAdaGrad(0.1), dim=4, attention=[8], hidden=[8], normalize=True),
-    "mean": lambda: din(Visits(), RowWiseAdaGrad(0.1), dim=4, attention=[8], hidden=[8], pooling="mean"),
+    "din": lambda: din(ClickInputs(Visits(), RowWiseAdaGrad(0.1)), dim=4, attention=[8], hidden=[8], normalize=True),
+    "mean": lambda: din(ClickInputs(Visits(), RowWiseAdaGrad(0.1)), dim=4, attention=[8], hidden=[8], pooling="mean"),
     "hstu": lambda: hstu(
-        Visits(), RowWiseAdaGrad(0.1), dim=4, hidden=[8], encoder={"num_layers": 2, "num_heads": 2, "head_dim": 3}
+        ClickInputs(Visits(), RowWiseAdaGrad(0.1)),
+        dim=4,
+        hidden=[8],
+        encoder={"num_layers": 2, "num_heads": 2, "head_dim": 3},
     ),
 }
 
