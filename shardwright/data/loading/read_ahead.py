@@ -34,15 +34,15 @@ def _read(items: Iterator[Any], queue: "Queue[tuple[bool, Any]]", is_closed: Eve
     """Put (True, item) for each item, then (False, error or None). Body of the thread."""
     try:
         for item in items:
-            _put(queue, (True, item), is_closed)
+            _enqueue(queue, (True, item), is_closed)
             if is_closed.is_set():
                 return
-        _put(queue, (False, None), is_closed)
+        _enqueue(queue, (False, None), is_closed)
     except BaseException as error:  # of any type: raised by the consumer
-        _put(queue, (False, error), is_closed)
+        _enqueue(queue, (False, error), is_closed)
 
 
-def _put(queue: "Queue[tuple[bool, Any]]", entry: tuple[bool, Any], is_closed: Event) -> None:
+def _enqueue(queue: "Queue[tuple[bool, Any]]", entry: tuple[bool, Any], is_closed: Event) -> None:
     """Put an entry once there is room, unless the consumer has ended."""
     while not is_closed.is_set():
         with suppress(Full):

@@ -76,6 +76,7 @@ class FeatureFile:
         for number, batch in enumerate(file.read_batches(columns, max_rows)):
             if wanted(number):
                 part = file.to_part(batch, self._schema, first)
+                self._check(part.faults)
                 keys = pa.Table.from_batches([batch]).select(self._keys) if self._keys else None
                 yield RowBlock(batch.num_rows, self._to_columns(part), keys)
             else:
@@ -98,7 +99,6 @@ class FeatureFile:
             number += 1
 
     def _to_columns(self, part: TextPart) -> dict[str, Any]:
-        self._check(part.faults)
         columns = dict(part.columns)
         for name in self._schema.lists:
             codes, ends = columns[name]

@@ -25,8 +25,8 @@ def name_values(origins: Sequence[str], schema: Schema, column: str, codes: Coll
         for texts in _read_texts(Path(origin), schema, column) if missing else ():
             encoded = [text.encode() for text in texts]
             offsets = np.fromiter(accumulate(map(len, encoded), initial=0), np.int32, len(encoded) + 1)
-            found = hash_strings(offsets, np.frombuffer(b"".join(encoded), np.uint8), tail=tail).tolist()
-            for code, text in zip(found, texts, strict=True):
+            hashes = hash_strings(offsets, np.frombuffer(b"".join(encoded), np.uint8), tail=tail)
+            for code, text in zip(hashes.tolist(), texts, strict=True):
                 if code in missing:
                     names[code] = text[-tail:] if tail else text
                     missing.remove(code)

@@ -209,7 +209,7 @@ def _group(
 
 def _metrics_of(window: metrics.WindowMetrics, columns: dict[str, Tensor | None], rows: Tensor) -> dict[str, float]:
     chosen = {name: tensor[rows] for name, tensor in columns.items() if tensor is not None and name != "losses"}
-    one = metrics.WindowMetrics(window.labels).from_columns({"losses": torch.tensor([[0.0, 1.0]]), **chosen})
-    values = {name: value for name, value in one.compute().items() if name != "loss"}
+    value_window = metrics.WindowMetrics(window.labels).from_columns({"losses": torch.tensor([[0.0, 1.0]]), **chosen})
+    values = {name: value for name, value in value_window.compute().items() if name != "loss"}
     rates = {f"{prefix}base_rate": float(chosen[f"{prefix}labels"].double().nanmean()) for prefix in window.labels}
     return {"rows": len(rows), **rates, **values}

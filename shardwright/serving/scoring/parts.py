@@ -58,9 +58,6 @@ class ScoreParts:
                     old.unlink()
             files.write_text(text, path)
 
-    def read_job(self) -> dict[str, Any]:
-        return json.loads((self.directory / JOB_FILE).read_text())
-
     def path(self, number: int) -> Path:
         return self.directory / f"part-{number:06d}{self.output.suffix}"
 
