@@ -1,4 +1,4 @@
-// Converts a field of text to a number, or to the 64-bit code of a value.
+// Converts a field of text to a number, to seconds from 1970, or to the 64-bit code of a value.
 //
 // "Padded" text: the eight bytes after its end may be read, and are ignored.
 #pragma once
@@ -78,4 +78,50 @@ inline bool number_of(const char* text, int64_t length, double* number) {
   if (length > 1 && *text == '+' && text[1] != '-') ++text, --length;
   const auto [end, error] = std::from_chars(text, text + length, *number);
   return error == std::errc() && end == text + length && std::fabs(*number) <= FLT_MAX;
+}
+
+// Reads `count` digits at `*text`, and moves it past them.
+inline bool digits_of(const char** text, const char* end, int count, int* number) {
+  if (end - *text < count) return false;
+  for (*number = 0; count; --count, ++*text) {
+    if (**text < '0' || **text > '9') return false;
+    *number = *number * 10 + (**text - '0');
+  }
+  return true;
+}
+
+// Days from 1970-01-01 of a day of the Gregorian calendar; years are counted from March, so that leap days come last.
+inline int64_t days_of(int year, int month, int day) {
+  const int64_t march_year = year - (month < 3), month_number = (month + 9) % 12;
+  return march_year * 365 + march_year / 4 - march_year / 100 + march_year / 400 + (month_number * 153 + 2) / 5 + day - 719469;
+}
+
+// Seconds from 1970 of "2026-11-30", "2026-11-30 21:05", with seconds, a fraction of them, and "Z" or an offset such as
+// "+02:00" at the end; "T" may be in place of the space. Without an offset: UTC.
+inline bool seconds_of(const char* text, int64_t length, double* seconds) {
+  const char* const end = text + length;
+  const auto take = [&](char first, char second) { return text < end && (*text == first || *text == second) && ++text; };
+  int year, month, day, hour = 0, minute = 0, whole = 0, offset_hour = 0, offset_minute = 0;
+  double fraction = 0, sign = 1;
+  if (!digits_of(&text, end, 4, &year) || !take('-', '/') || !digits_of(&text, end, 2, &month) || !take('-', '/') ||
+      !digits_of(&text, end, 2, &day) || month < 1 || month > 12 || day < 1 || day > 31)
+    return false;
+  if (text < end) {
+    if (!take('T', ' ') || !digits_of(&text, end, 2, &hour) || !take(':', ':') || !digits_of(&text, end, 2, &minute)) return false;
+    if (take(':', ':') && !digits_of(&text, end, 2, &whole)) return false;
+    if (take('.', ','))
+      for (double unit = 0.1; text < end && *text >= '0' && *text <= '9'; ++text, unit /= 10) fraction += unit * (*text - '0');
+    if (text < end && *text != 'Z') {
+      sign = *text == '-' ? -1 : 1;
+      if (!take('+', '-') || !digits_of(&text, end, 2, &offset_hour)) return false;
+      take(':', ':');
+      if (!digits_of(&text, end, 2, &offset_minute)) return false;
+    } else {
+      take('Z', 'Z');
+    }
+  }
+  if (text != end || hour > 23 || minute > 59 || whole > 60) return false;
+  const int64_t minutes = (days_of(year, month, day) * 24 + hour) * 60 + minute;
+  *seconds = static_cast<double>(minutes) * 60 + whole + fraction - sign * (offset_hour * 60 + offset_minute) * 60;
+  return true;
 }

@@ -26,7 +26,7 @@ inline const char* find(const char* text, const char* end, uint64_t ones, uint64
 }  // namespace
 
 enum Kind : int32_t { kSkip, kNumber, kCategory, kHexadecimal, kList, kLabel, kWeight, kTime };
-enum Reason : int32_t { kColumns = 1, kOpenQuote, kAfterQuote, kNoNumber, kNotHexadecimal, kNoLabel, kNoWeight, kNoRoom };
+enum Reason : int32_t { kColumns = 1, kOpenQuote, kAfterQuote, kNoNumber, kNotHexadecimal, kNoLabel, kNoWeight, kNoTime, kNoRoom };
 
 // Output of a column: float, double (time) or uint64 per row; of a list all codes, and the end of each row in `ends`.
 struct Column {
@@ -52,6 +52,7 @@ struct Table {
   int64_t num_rows;                  // in: rows present already; out: plus rows added
   int64_t num_faults, line;
   double positive;  // a label of at least this value is 1; NaN: labels are 0 or 1
+  uint64_t positive_code;  // code of the text of a label that is 1, others are 0; 0: labels are numbers
   int32_t num_columns;
   int32_t quoted;
   int32_t full;  // whether rows were left because the buffers are full
@@ -92,7 +93,11 @@ inline Reason store(const char* text, const char* end, const Table& table, Colum
       if (length && !number_of(text, length, &number)) return kNoNumber;
       break;
     case kLabel:
-      if (!length || !number_of(text, length, &number)) return kNoLabel;
+      if (!length) return kNoLabel;
+      if (table.positive_code)
+        number = code_of(text, length, 0, true) == table.positive_code;
+      else if (!number_of(text, length, &number))
+        return kNoLabel;
       if (!std::isnan(table.positive)) number = number >= table.positive;
       if (number != 0 && number != 1) return kNoLabel;
       break;
@@ -100,7 +105,7 @@ inline Reason store(const char* text, const char* end, const Table& table, Colum
       if (!length || !number_of(text, length, &number) || number < 0) return kNoWeight;
       break;
     case kTime:
-      if (!length || !number_of(text, length, &number)) return kNoNumber;
+      if (!length || !(number_of(text, length, &number) || seconds_of(text, length, &number))) return kNoTime;
       static_cast<double*>(column.values)[row] = number;
       return Reason(0);
   }

@@ -1,4 +1,4 @@
-"""The commands `shardwright data`: inspect click logs and texts, tokenize texts."""
+"""The commands `shardwright data`: describe and inspect click logs, inspect and tokenize texts."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ from shardwright.errors import UserError, did_you_mean
 LOG_KEYS = ("schema", "encoding", "strict", "memory", "cache")
 TEXT_KEYS = ("tokenizer", "end", "field")
 
-data = typer.Typer(help="Inspect click logs and texts, and tokenize texts.", no_args_is_help=True)
+data = typer.Typer(help="Describe and inspect click logs, inspect and tokenize texts.", no_args_is_help=True)
 
 
 @data.command()
@@ -29,7 +29,7 @@ def inspect(
     \b
     shardwright data inspect train.tsv.gz                        Criteo and Avazu logs are recognized by their columns
     shardwright data inspect ml-100k                             a MovieLens directory
-    shardwright data inspect mine.parquet schema=mine.toml       any other log: describe its columns in a schema
+    shardwright data inspect mine.parquet schema=mine.toml       any other log: draft a schema with `data schema`
     shardwright data inspect train.tsv.gz strict=false output=statistics.json
     shardwright data inspect books.tokens                        a token file
     shardwright data inspect books                               a folder of texts: .txt, .md, .jsonl, .parquet
@@ -42,6 +42,24 @@ def inspect(
         _inspect_tokens(path, keys)
     else:
         _inspect_log(path, kind, keys)
+
+
+@data.command()
+def schema(
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A CSV, TSV or Parquet file, or a directory of Parquet.")
+    ],
+) -> None:
+    """Draft the schema of a click log from its first rows: label, time, numbers, categories, lists. Check it.
+
+    \b
+    shardwright data schema mine.csv > mine.toml
+    shardwright data inspect mine.csv schema=mine.toml
+    shardwright train log-deepfm data=mine.csv data.schema=mine.toml
+    """
+    from shardwright.data.logs.draft import draft_schema
+
+    print(draft_schema(path), end="")
 
 
 @data.command()
@@ -92,7 +110,10 @@ def _guess_kind(path: str) -> str:
         return kind
     if any(document_suffix(file) in (*TEXT_SUFFIXES, *LINE_SUFFIXES) for file in (Path(path), *Path(path).rglob("*"))):
         return "tokens"
-    raise UserError(f"{path}: not a known log format; describe its columns with schema=FILE.toml")
+    raise UserError(
+        f"{path}: not a known log format; describe its columns with schema=FILE.toml, which "
+        f"`shardwright data schema {path} > FILE.toml` drafts"
+    )
 
 
 def _text_options(keys: dict[str, Any]) -> Any:

@@ -20,6 +20,12 @@ def hash_strings(offsets: np.ndarray, data: np.ndarray, *, tail: int = 0) -> np.
     return codes
 
 
+def hash_text(text: str) -> int:
+    """The 64-bit code of one text."""
+    data = text.encode()
+    return int(hash_strings(np.array([0, len(data)], np.int32), np.frombuffer(data, np.uint8))[0])
+
+
 def hash_to_rows(codes_C: np.ndarray, salt: int, num_rows: int) -> np.ndarray:
     """(C,) int32 rows in [0, num_rows): 0 for a missing value, else a hash of the code under `salt`."""
     rows = np.empty(len(codes_C), np.int32)

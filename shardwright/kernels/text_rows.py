@@ -2,13 +2,14 @@
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_char, c_double, c_int32, c_int64, c_void_p
+from ctypes import c_char, c_double, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from shardwright.errors import UserError
+from shardwright.kernels.hashing import hash_text
 from shardwright.library import native_library
 
 ColumnKind = Literal["skip", "number", "category", "hexadecimal", "list", "label", "weight", "time"]
@@ -22,6 +23,7 @@ FAULT_MESSAGES = (
     "column {name}: {text} is not eight hexadecimal digits",
     "column {name}: {text} is not a label; wanted {label}",
     "column {name}: {text} is not a weight; wanted a number of 0 or more",
+    "column {name}: {text} is not a time; wanted a number, or as 2026-11-30 21:05:00",
 )
 MAX_FAULTS = 1024  # per call; a block with more takes several calls
 PADDING = 8  # bytes after the text that the parser may read
@@ -54,6 +56,7 @@ class _Table(ctypes.Structure):
         ("num_faults", c_int64),
         ("line", c_int64),
         ("positive", c_double),
+        ("positive_code", c_uint64),
         ("num_columns", c_int32),
         ("quoted", c_int32),
         ("full", c_int32),
@@ -75,14 +78,16 @@ class TextFormat:
     delimiter: str
     quoted: bool = True
     separator: str = "|"  # inside a list
-    positive: float | None = None  # a label of at least this counts as 1; None: labels are 0 or 1
+    positive: float | str | None = None  # a label of at least this, or equal to this text, is 1; None: 0 or 1
 
 
 class Parser:
     """Parses text with `columns`, in the file's order, into reused buffers for `capacity` rows."""
 
     def __init__(self, columns: Sequence[ColumnSpec], text_format: TextFormat, capacity: int) -> None:
-        self._names, self._label = [column.name for column in columns], text_format.positive
+        self._names = [column.name for column in columns]
+        positive = text_format.positive
+        self._label = "0 or 1" if positive is None else "a text" if isinstance(positive, str) else "a number"
         self._arrays = {column.name: _allocate(column.kind, capacity) for column in columns if column.kind != "skip"}
         self._columns = (_Column * len(columns))(*(self._column_struct(column) for column in columns))
         self._faults = (_Fault * MAX_FAULTS)()
@@ -93,7 +98,8 @@ class Parser:
             capacity=capacity,
             fault_capacity=MAX_FAULTS,
             line=1,
-            positive=float("nan") if text_format.positive is None else text_format.positive,
+            positive=positive if isinstance(positive, int | float) else float("nan"),
+            positive_code=hash_text(positive) if isinstance(positive, str) else 0,
             num_columns=len(columns),
             quoted=text_format.quoted,
             delimiter=text_format.delimiter.encode(),
@@ -159,7 +165,7 @@ class Parser:
             wanted=len(self._names),
             name=f'"{self._names[fault.column]}"' if fault.column < len(self._names) else "",
             text=repr(text) if text else "nothing",
-            label="0 or 1" if self._label is None else "a number",
+            label=self._label,
         )
         return RowFault(fault.line, reason)
 

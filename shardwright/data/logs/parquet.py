@@ -1,7 +1,7 @@
 """Read a Parquet file or directory in the same parts as a text file; report malformed rows by number."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pyarrow.dataset as ds
 from shardwright.data.logs.schema import Schema
 from shardwright.data.logs.text import TextPart
 from shardwright.errors import UserError, check_file_name, check_regular_file
-from shardwright.kernels.hashing import hash_strings
+from shardwright.kernels.hashing import hash_strings, hash_text
 from shardwright.kernels.text_rows import RowFault
 
 
@@ -79,10 +79,10 @@ class ParquetLog:
                 elif kind in ("category", "hexadecimal"):
                     columns[name] = self._to_codes(name, array, tails.get(name, 0))
                 else:
-                    columns[name] = self._to_numbers(name, array, np.float64 if kind == "time" else np.float32)
+                    columns[name] = self._to_values(kind, name, array, schema)
                     for row in np.flatnonzero(_find_invalid(kind, columns[name], schema)).tolist():
                         invalid.setdefault(row, f'column "{name}": {columns[name][row]} is not a valid {kind}')
-        if schema.positive is not None:
+        if isinstance(schema.positive, int | float):
             columns[schema.label] = (columns[schema.label] >= schema.positive).astype(np.float32)
         if not invalid:
             return TextPart(columns, [])
@@ -95,12 +95,12 @@ class ParquetLog:
         """Raise UserError if the times of a history are not in order, or not before the time of their row."""
         array = batch.column(name)
         offsets = self._list_offsets(name, array)
-        times = self._to_numbers(name, array.flatten(), np.float64)
+        times = self._to_seconds(name, array.flatten())
         rows = np.repeat(np.arange(len(array)), np.diff(offsets))
         is_late = np.zeros(len(times), bool)
         is_late[1:] = (times[1:] < times[:-1]) & (rows[1:] == rows[:-1])
         if schema.time is not None:
-            is_late |= times >= self._to_numbers(schema.time, batch.column(schema.time), np.float64)[rows]
+            is_late |= times >= self._to_seconds(schema.time, batch.column(schema.time))[rows]
         history_offsets = self._list_offsets(history, batch.column(history))
         if (is_other := np.diff(offsets) != np.diff(history_offsets)).any():
             row = int(is_other.argmax())
@@ -114,6 +114,25 @@ class ParquetLog:
                 f'{self._path}: row {first + row + 1}: history "{history}" is out of order by "{name}"; wanted the '
                 f"oldest first{before}"
             )
+
+    def _to_values(self, kind: str, name: str, array: pa.Array, schema: Schema) -> np.ndarray:
+        """A label, a weight, a time or a number of each row."""
+        if kind == "time":
+            return self._to_seconds(name, array)
+        if kind == "label" and isinstance(schema.positive, str):
+            codes = self._to_codes(name, array)
+            return np.where(codes == 0, np.nan, codes == hash_text(schema.positive)).astype(np.float32)
+        return self._to_numbers(name, array, np.float32)
+
+    def _to_seconds(self, name: str, array: pa.Array) -> np.ndarray:
+        """Numbers as they are; dates and times, also as text, in seconds from 1970."""
+        if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+            with suppress(pa.ArrowInvalid):
+                array = pc.cast(array, pa.timestamp("us", "UTC") if _has_offsets(array) else pa.timestamp("us"))
+        if pa.types.is_date(array.type) or pa.types.is_timestamp(array.type):
+            microseconds = pc.cast(pc.cast(array, pa.timestamp("us"), safe=False), pa.int64())
+            return self._to_numbers(name, microseconds, np.float64) / 1e6
+        return self._to_numbers(name, array, np.float64)
 
     def _to_numbers(self, name: str, array: pa.Array, dtype: Any) -> np.ndarray:
         try:
@@ -163,10 +182,17 @@ def _raise_unreadable(path: Path | str) -> Iterator[None]:
         raise UserError(f"{path}: not readable as Parquet ({str(error).splitlines()[0]})") from None
 
 
+def _has_offsets(array: pa.Array) -> bool:
+    """Whether the first text ends with the offset of a time zone."""
+    first = next((value.as_py() for value in array if value.is_valid), "")
+    return first.endswith("Z") or "+" in first[10:] or "-" in first[10:]
+
+
 def _find_invalid(kind: str, values: np.ndarray, schema: Schema) -> np.ndarray:
     match kind:
         case "label":
-            return np.isnan(values) if schema.positive is not None else (values != 0) & (values != 1)
+            has_threshold = isinstance(schema.positive, int | float)
+            return np.isnan(values) if has_threshold else (values != 0) & (values != 1)
         case "weight":
             return ~(values >= 0) | np.isinf(values)
         case "time":

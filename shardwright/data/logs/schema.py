@@ -25,12 +25,12 @@ class Schema:
     """
 
     label: str = ""  # the column of the label "click", which every row has; empty: see `labels`
-    positive: float | None = None  # a label of at least this value is a click; None: labels are 0 or 1
+    positive: float | str | None = None  # a label of at least this value, or of this text, is a click; None: 0 or 1
     numbers: tuple[str, ...] = ()
     categories: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()  # each field holds several categories
     weight: str | None = None  # sample weight
-    time: str | None = None  # a number; rows are sorted by it
+    time: str | None = None  # a number, or a date and time; rows are sorted by it
     ignore: tuple[str, ...] = ()  # excluded from "*"
     columns: tuple[str, ...] = ()  # column names of a file without header
     delimiter: str = ","
@@ -142,6 +142,8 @@ def _label_errors(schema: Schema) -> Iterator[str]:
     for name in schema.positives:
         if name not in schema.labels:
             yield f'positives: "{name}" is not in labels{did_you_mean(name, schema.labels)}'
+    if schema.positive == "":
+        yield 'positive is ""; wanted the text of a label that is a click, or a number'
     if schema.positive is not None and not schema.label:
         yield "positive is of `label`, which is not given; write positives, by name in `labels`"
 
