@@ -20,6 +20,7 @@ nightly: $(READY) .venv/triton ; $(BIN)/python -m pytest tests tests/dist
 sanitize:        ; tests/native/sanitize.sh
 docs: .venv-docs/ready ; .venv-docs/bin/mkdocs build --strict --quiet
 wheel: $(READY)  ; $(BIN)/python -m build --wheel
+check-wheel: $(READY) ; $(BIN)/python -m pytest -rs tests/test_wheel.py
 fmt: $(READY)    ; $(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
 # torch comes first and pinned: without a version, pip takes the newest build with gigabytes of CUDA packages.
@@ -68,4 +69,4 @@ $(READY): $(SOURCES)
 	.rivals-moe/bin/python -c "import torchtitan.models.common.moe, transformers.models.mixtral.modeling_mixtral"
 	touch $@
 
-.PHONY: setup train test check bench bless fault nightly rivals moe-rivals sanitize docs wheel fmt
+.PHONY: setup train test check bench bless fault nightly rivals moe-rivals sanitize docs wheel check-wheel fmt

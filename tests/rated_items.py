@@ -9,6 +9,7 @@ import torch
 from shardwright.data.sources.source import NumpyBatch
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.in_batch_softmax import SoftmaxSpec
+from shardwright.layers.mlp import PLAIN, MLPForm
 from shardwright.models.two_tower import TwoTower, make_two_tower
 from shardwright.spec.optimizer import AdaGrad, SparseOptimizer
 from shardwright.spec.workload import Feature, Table
@@ -59,7 +60,11 @@ class RatedItems:
 
 
 def make_model(
-    optimizer: SparseOptimizer | None = None, dtype: str = "float64", source: RatedItems | None = None, **softmax: Any
+    optimizer: SparseOptimizer | None = None,
+    dtype: str = "float64",
+    source: RatedItems | None = None,
+    form: MLPForm = PLAIN,
+    **softmax: Any,
 ) -> TwoTower:
     source = source or RatedItems()
     tables = [Table(name, rows, 4, dtype) for name, rows, _ in source.features]  # pyright: ignore[reportArgumentType]
@@ -67,6 +72,6 @@ def make_model(
     torch.manual_seed(3)
     sparse = EmbeddingBags(tables, features, optimizer or AdaGrad(0.1))
     model = make_two_tower(
-        source, sparse, ["user", "number_1"], ["item", "kinds", "number_0"], [8, 4], SoftmaxSpec(**softmax)
+        source, sparse, ["user", "number_1"], ["item", "kinds", "number_0"], [8, 4], SoftmaxSpec(**softmax), form
     )
     return model.to(getattr(torch, dtype))

@@ -86,6 +86,12 @@ def test_files_and_names_of_the_code_exist(page):
         assert not name or re.search(rf"^((class|def) )?{name}\b", file.read_text(), re.MULTILINE), f"{path}: no {name}"
 
 
+def test_the_list_of_pages_has_every_page():
+    listed = re.findall(r"\]\(([\w/-]+\.md)\)", (ROOT / "docs/README.md").read_text())
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")} - {"README.md"}
+    assert pages <= set(listed)
+
+
 def test_the_api_page_lists_every_public_name():
     listed = re.findall(r"^::: shardwright\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(shardwright.__all__)

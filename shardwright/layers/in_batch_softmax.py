@@ -68,7 +68,7 @@ class InBatchSoftmax(nn.Module):
 
     def weight(self, batch: Batch) -> Tensor:
         """The total weight of the positives."""
-        return self._weights(batch).sum()
+        return positive_weights(batch, self.label).sum()
 
     def forward(self, vectors_B2D: Tensor, batch: Batch) -> Tensor:
         if vectors_B2D.dim() != 3 or vectors_B2D.shape[:2] != (batch.batch_size, 2):
@@ -83,7 +83,7 @@ class InBatchSoftmax(nn.Module):
             )
         if vectors_B2D.dtype in (torch.bfloat16, torch.float16):
             vectors_B2D = vectors_B2D.float()
-        weights_B, items_B = self._weights(batch).to(vectors_B2D.dtype), self._items(batch)
+        weights_B, items_B = positive_weights(batch, self.label).to(vectors_B2D.dtype), self._items(batch)
         losses = [
             self._losses(vectors_B2D[part], items_B[part], weights_B[part] > 0) for part in self._parts(len(weights_B))
         ]
@@ -104,15 +104,6 @@ class InBatchSoftmax(nn.Module):
         ends = [num_samples * group // self.groups for group in range(self.groups + 1)]
         return (slice(start, end) for start, end in pairwise(ends))
 
-    def _weights(self, batch: Batch) -> Tensor:
-        """(B,) the weights of the samples, 0 of those that are no positives."""
-        labels = batch.labels.get(self.label)
-        if labels is None:
-            raise UserError(f'the batch has no label "{self.label}"; it has {sorted(batch.labels)}')
-        if not labels.is_meta and bool(((labels != 0) & (labels != 1)).any()):
-            raise UserError(f'label "{self.label}" has values other than 0 and 1; positives have 1, others 0')
-        return labels if batch.weights is None else labels * batch.weights
-
     def _items(self, batch: Batch) -> Tensor:
         """(B,) the item of each sample."""
         if batch.features.values.is_meta:
@@ -121,3 +112,13 @@ class InBatchSoftmax(nn.Module):
         if not bool((ids.lengths == 1).all()):
             raise UserError(f'feature "{self.item}" has samples with none or several ids; an item has one')
         return ids.values
+
+
+def positive_weights(batch: Batch, label: str) -> Tensor:
+    """(B,) the weights of the samples, 0 of those whose label is 0: they are no positives."""
+    labels = batch.labels.get(label)
+    if labels is None:
+        raise UserError(f'the batch has no label "{label}"; it has {sorted(batch.labels)}')
+    if not labels.is_meta and bool(((labels != 0) & (labels != 1)).any()):
+        raise UserError(f'label "{label}" has values other than 0 and 1; positives have 1, others 0')
+    return labels if batch.weights is None else labels * batch.weights

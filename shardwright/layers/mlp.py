@@ -1,4 +1,7 @@
-"""Multi-layer perceptrons, and the form of their hidden layers and of the output's bias."""
+"""Multi-layer perceptrons, and the form of their hidden layers and of the output's bias.
+
+Shape legend: B samples.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,8 +95,13 @@ class MLP(nn.Module):
             steps = steps[: -len(form.after_linear(1))]
         self.steps = nn.Sequential(*steps)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.steps(x)
+    def forward(self, x: Tensor, is_counted_B: Tensor | None = None) -> Tensor:
+        """`is_counted_B`: the samples of the statistics of batch norms; None: all."""
+        if is_counted_B is None:
+            return self.steps(x)
+        for step in self.steps:
+            x = step(x, is_counted_B) if isinstance(step, BatchNorm) else step(x)
+        return x
 
 
 def logit_mlp(in_features: int, hidden: Sequence[int], form: MLPForm = PLAIN) -> MLP:

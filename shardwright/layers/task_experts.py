@@ -5,21 +5,21 @@ H columns of an expert.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.errors import UserError
-from shardwright.layers.mlp import MLP
+from shardwright.layers.mlp import MLP, PLAIN, MLPForm, logit_mlp
 
 
 class DenseExperts(nn.Module):
     """MLPs of the same widths over the same input: (B, W) -> (B, E, H). Every sample uses all of them."""
 
-    def __init__(self, in_features: int, num: int, widths: Sequence[int]) -> None:
+    def __init__(self, in_features: int, num: int, widths: Sequence[int], form: MLPForm = PLAIN) -> None:
         super().__init__()
-        self.mlps = nn.ModuleList(MLP(in_features, widths) for _ in range(num))
+        self.mlps = nn.ModuleList(MLP(in_features, widths, form=form) for _ in range(num))
 
     def forward(self, x_BW: Tensor) -> Tensor:
         return torch.stack([mlp(x_BW) for mlp in self.mlps], dim=1)
@@ -40,10 +40,12 @@ class SoftmaxGate(nn.Module):
 class MultiGateExperts(nn.Module):
     """Experts that all tasks share, and a gate for each task (MMoE): (B, W) -> (T, B, H)."""
 
-    def __init__(self, in_features: int, num_tasks: int, num_experts: int, widths: Sequence[int]) -> None:
+    def __init__(
+        self, in_features: int, num_tasks: int, num_experts: int, widths: Sequence[int], form: MLPForm = PLAIN
+    ) -> None:
         super().__init__()
         check_experts("expert_hidden", widths, num_experts=num_experts)
-        self.experts = DenseExperts(in_features, num_experts, widths)
+        self.experts = DenseExperts(in_features, num_experts, widths, form)
         self.gates = nn.ModuleList(SoftmaxGate(in_features, num_experts) for _ in range(num_tasks))
 
     def forward(self, x_BW: Tensor) -> Tensor:
@@ -75,10 +77,12 @@ class ExtractionLayer(nn.Module):
     The last layer has no shared stream in its result: (T, B, H).
     """
 
-    def __init__(self, in_features: int, num_tasks: int, spec: ExtractionSpec, *, is_last: bool) -> None:
+    def __init__(
+        self, in_features: int, num_tasks: int, spec: ExtractionSpec, *, is_last: bool, form: MLPForm = PLAIN
+    ) -> None:
         super().__init__()
         sizes = (*[spec.experts] * num_tasks, spec.shared)
-        self.experts = nn.ModuleList(DenseExperts(in_features, size, spec.hidden) for size in sizes)
+        self.experts = nn.ModuleList(DenseExperts(in_features, size, spec.hidden, form) for size in sizes)
         self.gates = nn.ModuleList(SoftmaxGate(in_features, spec.experts + spec.shared) for _ in range(num_tasks))
         if not is_last:
             self.gates.append(SoftmaxGate(in_features, sum(sizes)))
@@ -92,11 +96,24 @@ class ExtractionLayer(nn.Module):
 
 
 class TaskTowers(nn.Module):
-    """An MLP to one logit for each task: (T, B, W) -> (B, T)."""
+    """An MLP to one logit for each task: (T, B, W) -> (B, T).
 
-    def __init__(self, in_features: int, num_tasks: int, hidden: Sequence[int]) -> None:
+    `output_biases`: where the bias of each task's logit begins; default: that of `form` for all tasks.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_tasks: int,
+        hidden: Sequence[int],
+        form: MLPForm = PLAIN,
+        output_biases: Sequence[float | None] = (),
+    ) -> None:
         super().__init__()
-        self.mlps = nn.ModuleList(MLP(in_features, (*hidden, 1), activate_last=False) for _ in range(num_tasks))
+        biases = output_biases or [form.output_bias] * num_tasks
+        if len(biases) != num_tasks:
+            raise UserError(f"{len(biases)} output_biases of {num_tasks} tasks; give one for each task, or none")
+        self.mlps = nn.ModuleList(logit_mlp(in_features, hidden, replace(form, output_bias=bias)) for bias in biases)
 
     def forward(self, x_TBW: Tensor) -> Tensor:
         return torch.cat([mlp(x_BW) for mlp, x_BW in zip(self.mlps, x_TBW.unbind(), strict=True)], dim=1)

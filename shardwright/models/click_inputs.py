@@ -15,7 +15,7 @@ from shardwright.spec.workload import Feature, Growth, Table
 class ClickSource(Protocol):
     """Interface of a click source: (name, rows, is multi-hot) of each feature; number of numeric features. It may have
     `growth`: how tables grow, by feature; `histories`: the feature whose ids a history has, by history; `sides`: the
-    history of a side feature; `base_rate`: the mean of its labels."""
+    history of a side feature; `base_rates`: the mean of each label, by name."""
 
     @property
     def features(self) -> Sequence[tuple[str, int, bool]]: ...
@@ -49,9 +49,11 @@ class ClickInputs:
                 features.append(Feature(name + suffix, table_name, pooling, ids=name))
         return EmbeddingBags(tables, features, self.optimizer)
 
-    def form(self, mlp: Mapping[str, Any]) -> MLPForm:
-        """The form of MLPs from a recipe's section [model.mlp]; the output begins at the source's base rate."""
-        form, rate = fill_dataclass("model.mlp", MLPForm, mlp), getattr(self.source, "base_rate", None)
+    def form(self, mlp: Mapping[str, Any], label: str = "click") -> MLPForm:
+        """The form of MLPs from a recipe's section [model.mlp]; the output begins at the base rate of its label."""
+        form = fill_dataclass("model.mlp", MLPForm, mlp)
+        rates: Mapping[str, float] = getattr(self.source, "base_rates", {})
+        rate = rates.get(label)
         if form.output_bias is not None or rate is None or not 0 < rate < 1:
             return form
         return replace(form, output_bias=math.log(rate / (1 - rate)))

@@ -15,6 +15,7 @@ from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.ensemble import EnsembleSpec
 from shardwright.layers.in_batch_softmax import SoftmaxSpec
 from shardwright.layers.mixing import INTERACTIONS, InteractionBuilder
+from shardwright.layers.mlp import MLPForm
 from shardwright.layers.moe import MoESpec
 from shardwright.layers.task_experts import ExtractionSpec
 from shardwright.layers.task_losses import LabelTask
@@ -254,10 +255,11 @@ def two_tower(
     hidden: list[int],
     softmax: Mapping[str, Any] = MappingProxyType({}),
     init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
     """Two towers; `user`, `item`: features of each, the id first; `softmax`: the arguments of `SoftmaxSpec`."""
-    spec = fill_dataclass("model.softmax", SoftmaxSpec, softmax)
-    return make_two_tower(inputs.source, inputs.embedding_bags(dim, init=init), user, item, hidden, spec)
+    spec, form = fill_dataclass("model.softmax", SoftmaxSpec, softmax), fill_dataclass("model.mlp", MLPForm, mlp)
+    return make_two_tower(inputs.source, inputs.embedding_bags(dim, init=init), user, item, hidden, spec, form)
 
 
 def shared_bottom(
@@ -268,9 +270,10 @@ def shared_bottom(
     bottom: list[int],
     tower_hidden: list[int],
     init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
     build = partial(SharedBottomDense, bottom=bottom, tower_hidden=tower_hidden)
-    return _multi_task(build, inputs.embedding_bags(dim, init=init), inputs.source.num_dense, tasks)
+    return _multi_task(build, inputs, inputs.embedding_bags(dim, init=init), tasks, mlp)
 
 
 def mmoe(
@@ -282,9 +285,10 @@ def mmoe(
     expert_hidden: list[int],
     tower_hidden: list[int],
     init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
     build = partial(MMoEDense, num_experts=num_experts, expert_hidden=expert_hidden, tower_hidden=tower_hidden)
-    return _multi_task(build, inputs.embedding_bags(dim, init=init), inputs.source.num_dense, tasks)
+    return _multi_task(build, inputs, inputs.embedding_bags(dim, init=init), tasks, mlp)
 
 
 def ple(
@@ -295,19 +299,26 @@ def ple(
     extraction: Mapping[str, Any],
     tower_hidden: list[int],
     init: float | None = None,
+    mlp: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
     """PLE; `extraction` has the arguments of `ExtractionSpec`."""
     spec = fill_dataclass("model.extraction", ExtractionSpec, extraction)
     build = partial(PLEDense, extraction=spec, tower_hidden=tower_hidden)
-    return _multi_task(build, inputs.embedding_bags(dim, init=init), inputs.source.num_dense, tasks)
+    return _multi_task(build, inputs, inputs.embedding_bags(dim, init=init), tasks, mlp)
 
 
 def _multi_task(
-    build: Callable[[int, int], nn.Module], sparse: EmbeddingBags, num_dense: int, tasks: Mapping[str, Any]
+    build: Callable[..., nn.Module],
+    inputs: ClickInputs,
+    sparse: EmbeddingBags,
+    tasks: Mapping[str, Any],
+    mlp: Mapping[str, Any],
 ) -> nn.Module:
     """A multi-task model; `tasks`: the label and weight of each, by name; a label's default is the task's name."""
     specs = label_tasks(tasks)
-    return MultiTaskModel(sparse, build(num_dense + sum(sparse.dims), len(specs)), specs)
+    width = inputs.source.num_dense + sum(sparse.dims)
+    output_biases = [inputs.form(mlp, spec.label).output_bias for spec in specs]
+    return MultiTaskModel(sparse, build(width, len(specs), form=inputs.form(mlp), output_biases=output_biases), specs)
 
 
 def label_tasks(tasks: Mapping[str, Any]) -> tuple[LabelTask, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.layers.mlp import MLP
+from shardwright.layers.mlp import MLP, PLAIN, MLPForm
 from shardwright.layers.task_experts import ExtractionLayer, ExtractionSpec, MultiGateExperts, TaskTowers
 from shardwright.layers.task_losses import LabelTask, TaskLosses
 
@@ -35,11 +35,20 @@ class MultiTaskModel(nn.Module):
 class SharedBottomDense(nn.Module):
     """An MLP that all tasks share, and a tower for each."""
 
-    def __init__(self, width: int, num_tasks: int, *, bottom: Sequence[int], tower_hidden: Sequence[int]) -> None:
+    def __init__(
+        self,
+        width: int,
+        num_tasks: int,
+        *,
+        bottom: Sequence[int],
+        tower_hidden: Sequence[int],
+        form: MLPForm = PLAIN,
+        output_biases: Sequence[float | None] = (),
+    ) -> None:
         super().__init__()
         self.num_tasks = num_tasks
-        self.bottom = MLP(width, bottom)
-        self.towers = TaskTowers(bottom[-1] if bottom else width, num_tasks, tower_hidden)
+        self.bottom = MLP(width, bottom, form=form)
+        self.towers = TaskTowers(bottom[-1] if bottom else width, num_tasks, tower_hidden, form, output_biases)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         return self.towers(self.bottom(concat_inputs(batch, vectors)).expand(self.num_tasks, -1, -1))
@@ -56,10 +65,12 @@ class MMoEDense(nn.Module):
         num_experts: int,
         expert_hidden: Sequence[int],
         tower_hidden: Sequence[int],
+        form: MLPForm = PLAIN,
+        output_biases: Sequence[float | None] = (),
     ) -> None:
         super().__init__()
-        self.experts = MultiGateExperts(width, num_tasks, num_experts, expert_hidden)
-        self.towers = TaskTowers(expert_hidden[-1], num_tasks, tower_hidden)
+        self.experts = MultiGateExperts(width, num_tasks, num_experts, expert_hidden, form)
+        self.towers = TaskTowers(expert_hidden[-1], num_tasks, tower_hidden, form, output_biases)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         return self.towers(self.experts(concat_inputs(batch, vectors)))
@@ -68,15 +79,24 @@ class MMoEDense(nn.Module):
 class PLEDense(nn.Module):
     """Extraction layers, each with experts of each task and shared ones; and a tower for each task."""
 
-    def __init__(self, width: int, num_tasks: int, *, extraction: ExtractionSpec, tower_hidden: Sequence[int]) -> None:
+    def __init__(
+        self,
+        width: int,
+        num_tasks: int,
+        *,
+        extraction: ExtractionSpec,
+        tower_hidden: Sequence[int],
+        form: MLPForm = PLAIN,
+        output_biases: Sequence[float | None] = (),
+    ) -> None:
         super().__init__()
         self.num_streams = num_tasks + 1
         widths = (width, *[extraction.hidden[-1]] * (extraction.layers - 1))
         self.blocks = nn.ModuleList(
-            ExtractionLayer(in_features, num_tasks, extraction, is_last=layer == len(widths) - 1)
+            ExtractionLayer(in_features, num_tasks, extraction, is_last=layer == len(widths) - 1, form=form)
             for layer, in_features in enumerate(widths)
         )
-        self.towers = TaskTowers(extraction.hidden[-1], num_tasks, tower_hidden)
+        self.towers = TaskTowers(extraction.hidden[-1], num_tasks, tower_hidden, form, output_biases)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         x_SBW = concat_inputs(batch, vectors).expand(self.num_streams, -1, -1)

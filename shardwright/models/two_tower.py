@@ -17,8 +17,8 @@ from torch.nn import functional
 from shardwright.errors import UserError, did_you_mean
 from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.layers.in_batch_softmax import InBatchSoftmax, SoftmaxSpec
-from shardwright.layers.mlp import MLP
+from shardwright.layers.in_batch_softmax import InBatchSoftmax, SoftmaxSpec, positive_weights
+from shardwright.layers.mlp import MLP, PLAIN, MLPForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,13 @@ class TwoTower(nn.Module):
         hidden: Sequence[int],
         loss: InBatchSoftmax,
         normalize: bool = True,
+        form: MLPForm = PLAIN,
     ) -> None:
         """`hidden`: widths of both towers; the last is that of the vectors. `normalize`: vectors of length 1."""
         super().__init__()
         self.user, self.item = user.features[0], item.features[0]  # ids of user and item
         self.sparse = sparse
-        self.dense = TwoTowerDense(sparse, (user, item), hidden, normalize=normalize)
+        self.dense = TwoTowerDense(sparse, (user, item), hidden, normalize=normalize, form=form, label=loss.label)
         self.loss = loss
 
     def forward(self, batch: Batch) -> Tensor:
@@ -54,22 +55,39 @@ class TwoTower(nn.Module):
 
 
 class TwoTowerDense(nn.Module):
-    """The dense model of two towers; returns (B, 2, D), the vectors of the user and of the item of each sample."""
+    """The dense model of two towers; returns (B, 2, D), the vectors of the user and of the item of each sample.
+
+    Batch norms take their statistics from the positives, the samples that have a loss.
+    """
 
     def __init__(
-        self, sparse: EmbeddingBags, inputs: tuple[TowerInputs, TowerInputs], hidden: Sequence[int], *, normalize: bool
+        self,
+        sparse: EmbeddingBags,
+        inputs: tuple[TowerInputs, TowerInputs],
+        hidden: Sequence[int],
+        *,
+        normalize: bool,
+        form: MLPForm,
+        label: str,
     ) -> None:
         super().__init__()
         if not hidden:
             raise UserError("two towers with hidden=[]; give the widths of their layers, the last is that of a vector")
+        if form.output_bias is not None:
+            raise UserError(
+                f"output_bias={form.output_bias:g}: two towers return vectors and have no such bias; drop it"
+            )
         dims = dict(zip((feature.name for feature in sparse.features), sparse.dims, strict=True))
-        self.inputs, self.normalize = inputs, normalize
+        self.inputs, self.normalize, self.label = inputs, normalize, label
+        self.has_batch_norms = form.norm == "batch"
         widths = [sum(dims[name] for name in side.features) + len(side.numbers) for side in inputs]
-        self.user, self.item = (MLP(width, hidden, activate_last=False) for width in widths)
+        self.user, self.item = (MLP(width, hidden, activate_last=False, form=form) for width in widths)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         user_BW, item_BW = (self._gather(side, batch, vectors) for side in self.inputs)
-        vectors_B2D = torch.stack([self.user(user_BW), self.item(item_BW)], dim=1)
+        has_statistics = self.training and self.has_batch_norms
+        is_positive_B = positive_weights(batch, self.label) > 0 if has_statistics else None
+        vectors_B2D = torch.stack([self.user(user_BW, is_positive_B), self.item(item_BW, is_positive_B)], dim=1)
         return functional.normalize(vectors_B2D, dim=2) if self.normalize else vectors_B2D
 
     def _gather(self, side: TowerInputs, batch: Batch, vectors: Vectors) -> Tensor:
@@ -85,6 +103,7 @@ def make_two_tower(
     item: Sequence[str],
     hidden: Sequence[int],
     spec: SoftmaxSpec,
+    form: MLPForm = PLAIN,
 ) -> TwoTower:
     """Two towers over a source's features and numeric columns, each of which is of `user` or of `item`.
 
@@ -115,7 +134,7 @@ def make_two_tower(
         correction=spec.correction,
         log_shares=None if shares is None else torch.from_numpy(shares).log().float(),
     )
-    return TwoTower(sparse, *sides, hidden=hidden, loss=loss, normalize=spec.normalize)
+    return TwoTower(sparse, *sides, hidden=hidden, loss=loss, normalize=spec.normalize, form=form)
 
 
 def _check_assignment(user: Sequence[str], item: Sequence[str], names: Sequence[str]) -> None:

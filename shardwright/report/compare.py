@@ -1,6 +1,7 @@
 """Compare runs on one page: final results, evaluation curves, and the settings that differ."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from shardwright.errors import UserError
@@ -8,7 +9,7 @@ from shardwright.report import html_template, plots
 from shardwright.report.html_template import Grid
 from shardwright.report.plots import Figure
 from shardwright.report.run_page import flatten_settings
-from shardwright.report.run_record import RunRecord, read_record
+from shardwright.report.run_record import Metrics, RunRecord, read_record
 from shardwright.report.units import bytes_text, count_text, decimal_text, duration_text
 from shardwright.report.workload_grids import ABSENT
 from shardwright.spec import files
@@ -42,7 +43,7 @@ def render(runs: Sequence[Path], *, output: Path | None = None) -> Path:
 
 
 def comparison_html(runs: Sequence[RunRecord]) -> str:
-    curves = [curve for curve in (overlay_figure(runs, *curve_description) for curve_description in CURVES) if curve]
+    curves = [*task_figures(runs), *overlay_figures(runs)]
     return html_template.render_template(
         "compare.html.j2",
         title=", ".join(run.name for run in runs),
@@ -63,26 +64,55 @@ def notes(runs: Sequence[RunRecord]) -> Iterator[str]:
         yield "Not all runs have the same data settings: see the settings that differ."
 
 
+def task_names(runs: Sequence[RunRecord]) -> tuple[str, ...]:
+    """The tasks of all runs whose models have several."""
+    return tuple(dict.fromkeys(name for run in runs for name in run.metrics.tasks))
+
+
 def outcome_grid(runs: Sequence[RunRecord]) -> Grid:
-    metric_names = ("ne", "auc", "log_loss", "calibration")
-    rows = []
-    for run in runs:
-        final = run.metrics.test or (run.metrics.evals[-1] if run.metrics.evals else None)
-        end = run.metrics.end
-        cells = (
-            f"{end.step:,}" if end else ABSENT,
-            *(format_or_absent(getattr(final, name, None), decimal_text) for name in metric_names),
-            format_or_absent(getattr(end, "samples_per_second", None), count_text),
-            format_or_absent(getattr(end, "seconds", None), duration_text),
-            format_or_absent(getattr(end, "peak_rss_bytes", None), bytes_text),
-        )
-        rows.append((run.name, *cells))
-    columns = ("run", "steps", "NE", "AUC", "log loss", "calibration", "samples/s", "time", "peak memory")
-    return Grid(columns, tuple(rows))
+    """A row per run; of models with several tasks, a row per task and run, the runs of a task below each other."""
+    columns = ("steps", "NE", "AUC", "log loss", "calibration", "samples/s", "time", "peak memory")
+    rows = [(run.name, "", *outcome_cells(run, run.metrics)) for run in runs if not run.metrics.tasks]
+    tasks = task_names(runs)
+    if not tasks:
+        return Grid(("run", *columns), tuple((name, *cells) for name, _, *cells in rows))
+    for task in tasks:
+        with_task = (run for run in runs if task in run.metrics.tasks)
+        rows += [(run.name, task, *outcome_cells(run, run.metrics.of_task(task))) for run in with_task]
+    return Grid(("run", "task", *columns), tuple(rows), num_text_columns=2)
+
+
+def outcome_cells(run: RunRecord, metrics: Metrics) -> tuple[str, ...]:
+    """The last scores of `metrics`, which are those of a run or of one of its tasks, and the speed of the run."""
+    final, end = metrics.final, run.metrics.end
+    return (
+        f"{end.step:,}" if end else ABSENT,
+        *(
+            format_or_absent(getattr(final, name, None), decimal_text)
+            for name in ("ne", "auc", "log_loss", "calibration")
+        ),
+        format_or_absent(getattr(end, "samples_per_second", None), count_text),
+        format_or_absent(getattr(end, "seconds", None), duration_text),
+        format_or_absent(getattr(end, "peak_rss_bytes", None), bytes_text),
+    )
 
 
 def format_or_absent(value: float | None, formatter: Callable[[float], str]) -> str:
     return ABSENT if value is None else formatter(value)
+
+
+def overlay_figures(runs: Sequence[RunRecord]) -> Iterator[Figure]:
+    """The curves that at least one run has."""
+    for curve in CURVES:
+        if figure := overlay_figure(runs, *curve):
+            yield figure
+
+
+def task_figures(runs: Sequence[RunRecord]) -> Iterator[Figure]:
+    """The curves of each task of models with several."""
+    for task in task_names(runs):
+        for figure in overlay_figures([replace(run, metrics=run.metrics.of_task(task)) for run in runs]):
+            yield replace(figure, name=f"{task}-{figure.name}", title=f"{task}: {figure.title}", height=260)
 
 
 def overlay_figure(runs: Sequence[RunRecord], name: str, title: str, caption: str) -> Figure | None:
@@ -97,7 +127,9 @@ def overlay_figure(runs: Sequence[RunRecord], name: str, title: str, caption: st
             traces.append(plots.trace(run.name, x, y, color=color, dash=dash, markers=markers))
     if not traces:
         return None
-    return plots.samples_figure(name, title, traces, caption=caption, height=340 if name == "ne" else 260)
+    figure = plots.samples_figure(name, title, traces, caption=caption, height=340 if name == "ne" else 260)
+    figure.layout["showlegend"] = True  # a single curve may be that of any run
+    return figure
 
 
 def difference_grid(runs: Sequence[RunRecord]) -> Grid:

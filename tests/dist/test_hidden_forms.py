@@ -2,20 +2,23 @@
 
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 from test_dense_plans import FULL
-from test_steps import assert_same, batch, shard_plan, single_plan, tables, take
+from test_multi_task_ranks import TASKS, batch
+from test_steps import assert_same, shard_plan, single_plan, tables, take
 from torch import nn
 
 from shardwright.errors import UserError
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.mlp import MLPForm
+from shardwright.layers.task_experts import ExtractionSpec
 from shardwright.models.autoint import AutoInt
 from shardwright.models.dcn import DCN
 from shardwright.models.dlrm import DLRM
+from shardwright.models.multi_task import MMoEDense, MultiTaskModel, PLEDense, SharedBottomDense
 from shardwright.runtime.build import build
 from shardwright.spec.axes import Axis
 from shardwright.spec.lanes import LANES
@@ -27,6 +30,12 @@ STEPS = 6
 # Not Adam: the bias before a batch norm has no gradient but rounding, which Adam would scale up.
 FORM = MLPForm("prelu", "batch", 0.3, output_bias=-1.0)
 DDP = Dense(replicate=("data@rank",))
+TOWERS = {"tower_hidden": [8], "form": FORM, "output_biases": [-1.0, None]}
+MULTI_TASK = {
+    "shared_bottom": partial(SharedBottomDense, bottom=[16, 8], **TOWERS),
+    "mmoe": partial(MMoEDense, num_experts=3, expert_hidden=[16, 8], **TOWERS),
+    "ple": partial(PLEDense, extraction=ExtractionSpec(1, 1, [8]), **TOWERS),
+}
 
 
 def make(kind: str) -> nn.Module:
@@ -37,8 +46,10 @@ def make(kind: str) -> nn.Module:
         model = DLRM(sparse, 5, bottom=[16, 8], top=[16], form=FORM)
     elif kind == "dcn":
         model = DCN(sparse, 5, num_cross=2, hidden=[16], v2=True, form=FORM)
-    else:
+    elif kind == "autoint":
         model = AutoInt(sparse, 5, num_layers=2, num_heads=2, head_dim=4, hidden=[16], form=FORM)
+    else:
+        model = MultiTaskModel(sparse, MULTI_TASK[kind](5 + sum(sparse.dims), 2), TASKS)
     return model.to(torch.float64)
 
 
@@ -47,7 +58,7 @@ def placed(step: int, start: int, stop: int):
 
 
 def dense_plan(model, dense: Dense, world: int):
-    plan = shard_plan(single_plan(model), world, "read", "float64")
+    plan = shard_plan(single_plan(model, batch(0)), world, "read", "float64")
     lanes = (*LANES, "gather", "scatter") if dense.shard else LANES
     axes = (Axis("data", "rank", world),)
     return replace(plan, axes=axes, lanes=lanes, dense=replace(dense, dtype="float64"))
@@ -70,7 +81,7 @@ def train_on_rank(kind: str, dense: Dense, sizes: tuple[int, ...]):
 @cache
 def train_alone(kind: str):
     model = make(kind)
-    job = build(model, single_plan(model), optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    job = build(model, single_plan(model, batch(0)), optimizer=lambda p: torch.optim.SGD(p, 0.1))
     outputs = [out.logits for out in job.run(placed(step, 0, 24) for step in range(STEPS))]
     return outputs + [out.logits for out in job.evaluate([placed(100, 0, 24)])], job.state().tensors
 
@@ -83,6 +94,10 @@ CASES = {
     "dlrm-fsdp-full": ("dlrm", replace(FSDP, recompute=FULL), (12, 12)),
     "dcn-fsdp": ("dcn", FSDP, (12, 12)),
     "autoint-fsdp": ("autoint", FSDP, (6, 6, 6, 6)),
+    "shared-bottom-ddp": ("shared_bottom", DDP, (13, 11)),
+    "mmoe-ddp": ("mmoe", DDP, (10, 0, 14)),
+    "mmoe-fsdp": ("mmoe", FSDP, (12, 12)),
+    "ple-fsdp": ("ple", FSDP, (6, 6, 6, 6)),
 }
 
 

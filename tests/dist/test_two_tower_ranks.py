@@ -1,6 +1,7 @@
 """Two towers over ranks, compared with one process whose in-batch softmax has as many groups."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from rated_items import ITEMS, KINDS, USERS, RatedItems, make_model
 from test_dense_plans import FSDP
 
 from shardwright.data.loading.loader import to_batch
+from shardwright.layers.mlp import PLAIN, MLPForm
 from shardwright.measure.describe import describe
 from shardwright.runtime.build import build
 from shardwright.runtime.planning import plan_single_process
@@ -19,6 +21,7 @@ from shardwright.spec.lanes import LANES
 from shardwright.spec.plan import Placement, Plan, Rect, Share, TablePlan
 
 STEPS, SIZE = 8, 48
+FORM = MLPForm("gelu", "batch", 0.3)
 
 
 def make_plan(model, world: int, sharded: bool) -> Plan:
@@ -50,16 +53,25 @@ def take(source: RatedItems, start: int, stop: int):
     )
 
 
-def train(world: int, groups: int, accumulate: int = 1, weighted: bool = False, sharded: bool = False) -> tuple:
+def train(
+    world: int,
+    groups: int,
+    accumulate: int = 1,
+    weighted: bool = False,
+    sharded: bool = False,
+    form: MLPForm = PLAIN,
+) -> tuple:
     """The vectors by step, and the metrics of an evaluation."""
     source = RatedItems(size=1000, weighted=weighted)
-    model = make_model(source=source, groups=groups, temperature=0.5)
+    model = make_model(source=source, groups=groups, temperature=0.5, form=form)
     plan = make_plan(model, world, sharded)
-    job = build(model, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01), accumulate=accumulate)
+    # Adam would scale up the rounding that is the gradient of a bias before a batch norm
+    optimizer = partial(torch.optim.SGD, lr=0.1) if form.norm == "batch" else partial(torch.optim.Adam, lr=0.01)
+    job = build(model, plan, optimizer=optimizer, accumulate=accumulate)
     rank = job.mesh.rank
     try:
         start, stop = SIZE * rank // world, SIZE * (rank + 1) // world
-        batches = (take(source, SIZE * step + start, SIZE * step + stop) for step in range(STEPS))
+        batches = (replace(take(source, SIZE * step + start, SIZE * step + stop), start=start) for step in range(STEPS))
         vectors = [output.logits for output in job.run(batches)]
         metrics = RetrievalMeter(job, source, 60).scores(source.evaluation())
         return vectors, metrics
@@ -68,18 +80,20 @@ def train(world: int, groups: int, accumulate: int = 1, weighted: bool = False, 
 
 
 @pytest.mark.parametrize(
-    ("world", "groups", "accumulate", "weighted", "sharded"),
+    ("world", "groups", "accumulate", "weighted", "sharded", "form"),
     [
-        (2, 1, 1, False, False),
-        (2, 1, 2, True, False),
-        (2, 3, 1, True, False),
-        (2, 2, 1, False, True),
-        (4, 1, 1, True, False),
+        (2, 1, 1, False, False, PLAIN),
+        (2, 1, 2, True, False, PLAIN),
+        (2, 3, 1, True, False, PLAIN),
+        (2, 2, 1, False, True, PLAIN),
+        (4, 1, 1, True, False, PLAIN),
+        (2, 1, 2, True, False, FORM),
+        (4, 1, 1, False, True, FORM),
     ],
 )
-def test_ranks_equal_one_process_with_their_groups(ranks, world, groups, accumulate, weighted, sharded):
-    expected, expected_metrics = train(1, groups * world, accumulate, weighted)
-    answers = ranks.run(world, train, world, groups, accumulate, weighted, sharded)
+def test_ranks_equal_one_process_with_their_groups(ranks, world, groups, accumulate, weighted, sharded, form):
+    expected, expected_metrics = train(1, groups * world, accumulate, weighted, form=form)
+    answers = ranks.run(world, train, world, groups, accumulate, weighted, sharded, form)
     for step, vectors in enumerate(expected):
         parts = torch.cat([answer[0][step] for answer in answers])
         torch.testing.assert_close(parts, vectors, rtol=0, atol=1e-10, msg=lambda m, n=step: f"step {n}: {m}")

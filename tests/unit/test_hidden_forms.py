@@ -23,6 +23,7 @@ from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.mlp import ACTIVATIONS, MLP, NORMS, MLPForm, logit_mlp
 from shardwright.models.click_inputs import ClickInputs
 from shardwright.models.deepfm import DeepFM
+from shardwright.models.names import MODELS
 from shardwright.runtime.build import build
 from shardwright.runtime.planning import plan_for
 from shardwright.runtime.run import recipe
@@ -54,6 +55,37 @@ def test_batch_norm_equals_torchs():
         torch.testing.assert_close(value, rival.state_dict()[name], rtol=0, atol=1e-10)
     torch.testing.assert_close(own.weight.grad, rival.weight.grad, rtol=0, atol=1e-10)
     torch.testing.assert_close(own.eval()(x), rival.eval()(x), rtol=0, atol=1e-10)
+
+
+def test_batch_norm_of_counted_samples_equals_torchs_of_them_alone():
+    torch.manual_seed(1)
+    own, rival = BatchNorm(5).double(), nn.BatchNorm1d(5).double()
+    is_counted = torch.tensor([True, False, True, True, False, True, False])
+    x = (torch.randn(7, 5, dtype=torch.float64) * 3 + 100).masked_fill(~is_counted.unsqueeze(1), 1e6)
+    x_own, x_rival = x.clone().requires_grad_(), x[is_counted].requires_grad_()
+    upstream = torch.randn(7, 5, dtype=torch.float64).masked_fill(~is_counted.unsqueeze(1), 0)
+    outputs = own(x_own, is_counted), rival(x_rival)
+    outputs[0].backward(upstream)
+    outputs[1].backward(upstream[is_counted])
+    torch.testing.assert_close(outputs[0][is_counted], outputs[1], rtol=0, atol=1e-10)
+    torch.testing.assert_close(x_own.grad[is_counted], x_rival.grad, rtol=0, atol=1e-10)
+    assert not x_own.grad[~is_counted].any()
+    for name, value in own.state_dict().items():
+        torch.testing.assert_close(value, rival.state_dict()[name], rtol=0, atol=1e-10)
+
+
+def test_gradients_through_batch_norm_of_counted_samples_equal_finite_differences():
+    torch.manual_seed(1)
+    norm, is_counted = BatchNorm(3).double(), torch.tensor([True, False, True, True, False])
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: norm(x, is_counted), x)
+
+
+def test_a_batch_without_a_counted_sample_keeps_the_running_statistics():
+    norm = BatchNorm(3)
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+    assert norm(torch.randn(4, 3), torch.zeros(4, dtype=torch.bool)).isfinite().all()
+    assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -117,7 +149,32 @@ def test_the_output_begins_at_the_base_rate():
 
 
 class SourceWithRate:
-    features, num_dense, base_rate = (), 0, 0.2
+    features, num_dense, base_rates = (("a", 10, False),), 2, {"buy": 0.5, "click": 0.2, "never": 0.0}
+
+
+MULTI_TASK = {
+    "shared_bottom": {"bottom": [6]},
+    "mmoe": {"num_experts": 2, "expert_hidden": [6]},
+    "ple": {"extraction": {"experts": 1, "shared": 1, "hidden": [6]}},
+}
+
+
+@pytest.mark.parametrize("kind", MULTI_TASK)
+def test_each_task_begins_at_its_own_base_rate_and_all_mlps_have_the_form(kind):
+    def make(**mlp: object) -> nn.Module:
+        tasks = {"view": {"label": "click"}, "buy": {}, "never": {}, "other": {}}
+        keys = {"tasks": tasks, "dim": 4, "tower_hidden": [3], "mlp": mlp, **MULTI_TASK[kind]}
+        return MODELS[kind](ClickInputs(SourceWithRate(), SGD(lr=0.1)), **keys)
+
+    outputs = [tower.steps[-1] for tower in make().get_submodule("dense.towers.mlps").children()]
+    assert [getattr(output, "start", None) for output in outputs] == pytest.approx([math.log(0.2 / 0.8), 0, None, None])
+    assert float(outputs[0].bias.detach()) == pytest.approx(math.log(0.2 / 0.8))
+    model = make(activation="gelu", norm="batch", dropout=0.2, output_bias=0.5)
+    towers = [*model.get_submodule("dense.towers.mlps").children()]
+    assert [float(tower.steps[-1].bias.detach()) for tower in towers] == [0.5] * 4
+    hidden = ["Linear", "BatchNorm", "GELU", "Dropout"]
+    for mlp in (module for module in model.modules() if isinstance(module, MLP)):
+        assert [type(step).__name__ for step in mlp.steps] == hidden + (["OutputLinear"] if mlp in towers else [])
 
 
 def wide_tables():
@@ -152,7 +209,7 @@ def test_without_an_activation_after_the_last_layer_nothing_follows_its_product(
 SMALL = ("train.batch_size=64", "train.log_every=5", "train.eval_samples=512", "data.workers=0", "train.eval_every=0")
 
 
-@pytest.mark.parametrize("model", ["dlrm", "dcn", "deepfm", "autoint", "wide-deep", "dhen"])
+@pytest.mark.parametrize("model", ["dlrm", "dcn", "deepfm", "autoint", "wide-deep", "dhen", "mmoe", "ple"])
 def test_a_trained_model_resumes_and_its_export_scores_the_same_bits(model, tmp_path):
     form = ("model.mlp.norm=batch", "model.mlp.dropout=0.2", "model.mlp.activation=silu")
     options = [*SMALL, *form, f"run.directory={tmp_path}", "train.checkpoint_every=5"]
@@ -160,7 +217,8 @@ def test_a_trained_model_resumes_and_its_export_scores_the_same_bits(model, tmp_
     train(config.load(f"synthetic-{model}", [*options, "run.name=cut", "train.steps=5"]))
     cut = train(config.load(f"synthetic-{model}", [*options, "run.name=cut", "train.steps=10", "run.resume=true"]))
     curves = [losses(run.path) for run in (whole, cut)]
-    assert curves[0] == curves[1] and whole.evaluation["auc"] == cut.evaluation["auc"]
+    auc = "buy.auc" if model in ("mmoe", "ple") else "auc"
+    assert curves[0] == curves[1] and whole.evaluation[auc] == cut.evaluation[auc]
     settings = config.load(str(whole.path / "config.toml"))
     source = recipe.make_source(settings)
     own_model, example = recipe.make_model(settings, source), Loader(source, batch_size=64).peek()

@@ -502,3 +502,35 @@ def test_a_comparison_shows_last_values_curves_and_differences(two_runs: list[Pa
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine to open the page in")
 def test_a_comparison_runs_in_a_browser_without_an_error(two_runs: list[Path], tmp_path: Path):
     assert_runs(compare.render(two_runs), 5, tmp_path)
+
+
+def task_lines() -> list[dict]:
+    """Evaluations and training windows of a model with the tasks "click" and "buy"."""
+    tasks = {"click.ne": 0.8, "click.auc": 0.7, "click.calibration": 1.1, "buy.ne": 0.61, "buy.auc": 0.83}
+    kinds = ("train", "eval", "train", "eval")
+    return [
+        {"kind": kind, "step": 10 * n, "samples": 1000 * n, "loss": 1 / n, **{k: v / n**0.1 for k, v in tasks.items()}}
+        for n, kind in enumerate(kinds, start=1)
+    ]
+
+
+def test_a_comparison_shows_each_task(two_runs: list[Path]):
+    """The first run has one task, the second and third have two."""
+    third = two_runs[0].parent / "test-data-003"
+    shutil.copytree(two_runs[1], third)
+    for run in (two_runs[1], third):
+        write_metrics(run, task_lines())
+    text = compare.render([*two_runs, third]).read_text()
+    rows = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr>.*?</tr>", text, re.S)]
+    outcome = [row for row in rows if row and row[0].startswith("test-data")]
+    names = [("001", ""), ("002", "click"), ("003", "click"), ("002", "buy"), ("003", "buy")]
+    assert [tuple(row[:2]) for row in outcome] == [(f"test-data-{run}", task) for run, task in names]
+    assert outcome[1][3] == f"{0.8 / 4**0.1:.4f}" and outcome[3][4] == f"{0.83 / 4**0.1:.4f}"
+    match = re.search(r'<script type="application/json" id="figures">(.*?)</script>', text, re.S)
+    assert match
+    figures = json.loads(match[1])
+    assert [trace["name"] for trace in figures["buy-auc"]["data"]] == ["test-data-002", "test-data-003"]
+    assert figures["click-ne"]["data"][0]["x"] == [2000, 4000] and "click-calibration" in figures
+    assert [trace["name"] for trace in figures["ne"]["data"]] == ["test-data-001"]
+    assert figures["ne"]["layout"]["showlegend"], "the only curve has its run's name"
+    assert len(figures["loss"]["data"]) == 3 and "buy-calibration" not in figures

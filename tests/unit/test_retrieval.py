@@ -166,13 +166,16 @@ SETTINGS = (
 )
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
+FORM = ("model.mlp.norm=batch", "model.mlp.dropout=0.1", "model.mlp.activation=silu")
+
+
+@pytest.fixture(scope="module", params=[(), FORM], ids=["plain", "form"])
+def run(request, tmp_path_factory):
     """A run of the recipe on a small log, its folder, and its settings."""
     folder = tmp_path_factory.mktemp("towers")
     write_movielens(folder / "ml")
     overrides = [f"data={folder / 'ml'}", f"data.cache={folder / 'cache'}", f"run.directory={folder / 'runs'}"]
-    settings = config.load("movielens-two-tower", [*overrides, *SETTINGS])
+    settings = config.load("movielens-two-tower", [*overrides, *SETTINGS, *request.param])
     return train(settings), folder, settings
 
 

@@ -66,6 +66,7 @@ def test_labels_reach_the_batch_and_a_missing_one_is_nan(tmp_path, write):
         np.testing.assert_array_equal(labels[name], np.array(expected, np.float32), name)
     assert log.features == (("site", 4, False),) and log.num_dense == 1, "labels are no features"
     assert log.training_statistics.labels == {"click": (4, 0.5), "buy": (3, 2 / 3), "watched": (3, 1 / 3)}
+    assert log.base_rates == {"click": 0.5, "buy": 2 / 3, "watched": 1 / 3}
 
 
 def test_every_label_may_be_missing_where_all_are_named(tmp_path):

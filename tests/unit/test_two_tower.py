@@ -12,6 +12,7 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.in_batch_softmax import InBatchSoftmax, SoftmaxSpec
+from shardwright.layers.mlp import MLPForm
 from shardwright.measure.describe import describe
 from shardwright.models.click_inputs import ClickInputs
 from shardwright.models.ctr import two_tower
@@ -185,9 +186,27 @@ def test_a_vector_depends_on_its_own_tower_only():
     assert not torch.allclose(make_model(dtype="float32", normalize=False)(first).norm(dim=2), torch.ones(1, 2))
 
 
+def test_batch_norms_see_only_the_positives():
+    """Samples without a loss change neither the steps of the others nor the running statistics."""
+    jobs, batch = [], to_batch(RatedItems(size=64).take(np.arange(64)))
+    positives = batch.labels["click"].nonzero().squeeze(1)
+    assert 0 < len(positives) < 64
+    for rows in (np.arange(64), positives.numpy()):
+        part = to_batch(RatedItems(size=64).take(rows))
+        part = Batch(part.features, part.dense.double(), {"click": part.labels["click"].double()})
+        model = make_model(AdaGrad(0.1), form=MLPForm("silu", "batch"))
+        job = build(model, plan_for(model, part), optimizer=lambda p: torch.optim.SGD(p, 0.1))
+        jobs.append((job, [float(output.loss) for output in job.run([part] * 3)]))
+    assert jobs[0][1] == pytest.approx(jobs[1][1], abs=1e-10)
+    states = [job.state().tensors for job, _ in jobs]
+    assert any(name.endswith("running_var") for name in states[0])
+    for name, value in states[0].items():
+        torch.testing.assert_close(value, states[1][name], rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
 def test_the_planner_describes_it():
     batch = to_batch(RatedItems().take(np.arange(16)))
-    blocks = describe(make_model(dtype="float32"), batch).blocks
+    blocks = describe(make_model(dtype="float32", form=MLPForm(norm="batch")), batch).blocks
     assert {"dense.user", "dense.item"} <= {block.name for block in blocks}
 
 
@@ -212,6 +231,8 @@ def test_other_bad_arguments_are_errors():
     sides = {"user": ["user", "number_0", "number_1"], "item": ["item", "kinds"]}
     with pytest.raises(UserError, match=r"hidden=\[\]"):
         two_tower(ClickInputs(RatedItems(), AdaGrad(0.1)), dim=4, hidden=[], **sides)
+    with pytest.raises(UserError, match=r"output_bias=0\.5: two towers return vectors and have no such bias; drop it"):
+        two_tower(ClickInputs(RatedItems(), AdaGrad(0.1)), dim=4, hidden=[4], mlp={"output_bias": 0.5}, **sides)
     with pytest.raises(UserError, match='model.softmax.temprature is unknown; did you mean "temperature"'):
         two_tower(ClickInputs(RatedItems(), AdaGrad(0.1)), dim=4, hidden=[4], softmax={"temprature": 1.0}, **sides)
 

@@ -20,7 +20,7 @@ from shardwright.data.features import statistics
 from shardwright.data.features.statistics import Moments, SplitStatistics
 from shardwright.data.features.transforms import DecodedChunk, Encoding, Transforms
 from shardwright.data.logs.convert import ROW_GROUP_SIZE, ConvertedLog, read_chunk_columns
-from shardwright.data.logs.schema import Schema
+from shardwright.data.logs.schema import CLICK, Schema
 from shardwright.data.sources.held_out import HeldOutCaches, HeldOutFiles, chunk_starts, read_codes
 from shardwright.data.sources.source import NumpyBatch, permute_positions
 from shardwright.errors import UserError
@@ -121,9 +121,11 @@ class ClickLog:
         return np.maximum(np.bincount(ids, counts.counts, num_rows), 1.0) / max(1, self.training_statistics.rows)
 
     @property
-    def base_rate(self) -> float:
-        """The mean label of the training split."""
-        return self.training_statistics.base_rate
+    def base_rates(self) -> dict[str, float]:
+        """The mean of each label in the training split, over the rows that have it."""
+        statistics = self.training_statistics
+        rates = {name: rate for name, (_, rate) in statistics.labels.items()}
+        return rates or {CLICK: statistics.base_rate}  # files of statistics written before logs had several labels
 
     @property
     def growth(self) -> dict[str, Growth]:
