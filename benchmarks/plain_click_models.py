@@ -305,7 +305,7 @@ def train(settings: config.Settings) -> dict[str, float]:
     assert isinstance(source, ClickLog) and settings.tables is not None and settings.tables.kind == "adagrad"
     torch.manual_seed(settings.seed + 1000)
     make = MODELS[settings.model.kind]
-    model = make(source.features, source.num_dense, source.base_rate, **settings.model.arguments)
+    model = make(source.features, source.num_dense, source.base_rates["click"], **settings.model.arguments)
     tables = [bag.weight for bag in model.modules() if isinstance(bag, nn.EmbeddingBag)]
     is_table = {id(weight) for weight in tables}
     dense = [parameter for parameter in model.parameters() if id(parameter) not in is_table]
