@@ -246,16 +246,16 @@ class EnsembleLayer(nn.Module):
 class DHEN(nn.Module):
     def __init__(self, features: Features, num_dense: int, base_rate: float, **model: Any) -> None:
         super().__init__()
-        dim, stack = model["dim"], model["stack"]
+        dim, stack, form = model["dim"], model["stack"], model.get("mlp", {})
         if model["modules"] != ["dlrm", "linear"] or stack["ensemble"] != "sum" or not stack["raw"]:
             raise SystemExit("the plain DHEN has the modules dlrm and linear, added, with raw numbers")
         self.tables = Tables(features, dim, model.get("init"))
-        self.bottom = nn.Sequential(*hidden_layers(num_dense, model["bottom"], {})) if num_dense else None
+        self.bottom = nn.Sequential(*hidden_layers(num_dense, model["bottom"], form)) if num_dense else None
         sizes = [len(features) + bool(num_dense)] + [stack["embeddings"]] * stack["layers"]
         self.layers = nn.ModuleList(
             EnsembleLayer(num_in, num_out, dim, num_dense) for num_in, num_out in zip(sizes, sizes[1:], strict=False)
         )
-        self.head = Deep(sizes[-1] * dim, model["top"], base_rate, {})
+        self.head = Deep(sizes[-1] * dim, model["top"], base_rate, form)
 
     def forward(self, batch: Batch) -> Tensor:
         x_BFD = self.tables(batch)

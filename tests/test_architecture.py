@@ -33,6 +33,7 @@ FROZEN_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("check-scheme", ()),
     ("data", ()),
     ("data inspect", ()),
+    ("data schema", ()),
     ("data tokenize", ()),
     ("evaluate", ("--by",)),
     ("export", ("--tables",)),
