@@ -48,7 +48,11 @@ def _logistic(keys: Keys, dataset: Dataset) -> dict[str, Any]:
 
 
 def _wide_deep(keys: Keys, dataset: Dataset) -> dict[str, Any]:
-    return {"kind": "wide_deep", "hidden": keys.widths("hidden_units", WIDTHS), "mlp": _form(keys)}
+    return {
+        "kind": "wide_deep",
+        "hidden": keys.widths("hidden_units", WIDTHS),
+        "mlp": _form(keys, numbers=dataset.num_numbers > 0),
+    }
 
 
 def _deepfm(keys: Keys, dataset: Dataset) -> dict[str, Any]:
@@ -58,14 +62,20 @@ def _deepfm(keys: Keys, dataset: Dataset) -> dict[str, Any]:
 def _dnn(keys: Keys, dataset: Dataset) -> dict[str, Any]:
     """An MLP is DCN v2 without cross layers."""
     hidden = keys.widths("hidden_units", WIDTHS)
-    return {"kind": "dcn_v2", "num_cross": 0, "stacked": True, "hidden": hidden, "mlp": _form(keys)}
+    return {
+        "kind": "dcn_v2",
+        "num_cross": 0,
+        "stacked": True,
+        "hidden": hidden,
+        "mlp": _form(keys, numbers=dataset.num_numbers > 0),
+    }
 
 
 def _dcn(keys: Keys, dataset: Dataset) -> dict[str, Any]:
     hidden = keys.widths("dnn_hidden_units")
     if not hidden:
         raise UserError(f"{keys.where}.dnn_hidden_units is empty: DCN without an MLP is not supported; give its widths")
-    form = _form(keys, activation="dnn_activations")
+    form = _form(keys, activation="dnn_activations", numbers=dataset.num_numbers > 0)
     return {"kind": "dcn", "num_cross": keys.integer("num_cross_layers", 3), "hidden": hidden, "mlp": form}
 
 
@@ -84,7 +94,7 @@ def _dcn_v2(keys: Keys, dataset: Dataset) -> dict[str, Any]:
         "num_cross": keys.integer("num_cross_layers", 3),
         "stacked": structure != "parallel",
         "hidden": hidden,
-        "mlp": _form(keys, activation="dnn_activations"),
+        "mlp": _form(keys, activation="dnn_activations", numbers=dataset.num_numbers > 0),
     }
 
 
@@ -141,7 +151,7 @@ def _din(keys: Keys, dataset: Dataset) -> dict[str, Any]:
         "attention": keys.widths("attention_hidden_units", (64,)),
         "normalize": keys.flag("din_use_softmax", False),
         "hidden": keys.widths("dnn_hidden_units", (512, 128, 64)),
-        "mlp": _form(keys, activation="dnn_activations"),
+        "mlp": _form(keys, activation="dnn_activations", numbers=dataset.num_numbers > 0),
     }
 
 
@@ -192,13 +202,20 @@ MODELS: MappingProxyType[str, Callable[[Keys, Dataset], dict[str, Any]]] = Mappi
 )
 
 
-def _form(keys: Keys, *, activation: str = "hidden_activations", dropout: str = "net_dropout") -> dict[str, Any]:
-    """The section [model.mlp]; the bias of the logit begins at 0, as in FuxiCTR."""
+def _form(
+    keys: Keys, *, activation: str = "hidden_activations", dropout: str = "net_dropout", numbers: bool = False
+) -> dict[str, Any]:
+    """The section [model.mlp]; the bias of the logit begins at 0, as in FuxiCTR.
+
+    `numbers`: whether the model has numeric columns, which need number_vectors to have vectors as in FuxiCTR.
+    """
     name = str(keys.same_for_all(activation, "ReLU"))
     known = ACTIVATIONS.get(name.lower().replace("_", ""))
     if known is None:
         raise keys.error(activation, f"{', '.join(ACTIVATIONS)} are supported")
     form: dict[str, Any] = {"activation": known, "output_bias": 0.0}
+    if numbers:
+        form["number_vectors"] = True
     if keys.flag("batch_norm", False):
         form["norm"] = "batch"
     if rate := keys.same_for_all(dropout, 0):
