@@ -10,7 +10,7 @@ import yaml
 from fuxictr_files import CATEGORIES, COMMON, DATASET, HISTORY, NUMBERS, write_configuration, write_data
 from torch import nn
 
-from shardwright import config
+from shardwright import cli, config
 from shardwright.data.loading.loader import Loader
 from shardwright.errors import UserError
 from shardwright.runtime.run import recipe
@@ -27,11 +27,11 @@ REGULARIZED = {"embedding_regularizer": 1e-6, "net_regularizer": "l2(1.e-7)"}
 CROSSED = {"model": "DCNv2", "num_cross_layers": 2, "dnn_activations": "ReLU", "batch_norm": True, "net_dropout": 0.2}
 # By name: the keys of an experiment, and its dataset.
 MODELS = {
-    "LR": ({"model": "LR"}, DATASET),
+    "LR": ({"model": "LR", "regularizer": 1e-5}, DATASET),
     "WideDeep": ({"model": "WideDeep", **HIDDEN}, DATASET),
     "DeepFM": ({"model": "DeepFM", **HIDDEN, **REGULARIZED}, DATASET),
     "DNN": ({"model": "DNN", "hidden_units": [16], "hidden_activations": "PReLU"}, DATASET),
-    "DCN": ({"model": "DCN", "num_cross_layers": 2, "dnn_hidden_units": [16, 8]}, DATASET),
+    "DCN": ({"model": "DCN", "crossing_layers": 2, "dnn_hidden_units": [16, 8]}, DATASET),
     "DCNv2 parallel": (CROSSED | {"model_structure": "parallel", "parallel_dnn_hidden_units": [16, 8]}, DATASET),
     "DCNv2 stacked": (CROSSED | {"model_structure": "stacked", "stacked_dnn_hidden_units": [16]}, DATASET),
     "DCNv2 cross layers": ({"model": "DCNv2", "model_structure": "crossnet_only"}, DATASET),
@@ -249,15 +249,15 @@ def column(**keys) -> dict:
         ({"embedding_regularizer": "l1(1e-5)"}, "test.embedding_regularizer=l1(1e-5) is not supported; a number and"),
         ({"hidden_activations": "dice"}, "test.hidden_activations=dice is not supported; relu, leakyrelu"),
         ({"net_dropout": [0.1, 0.2]}, "test.net_dropout=[0.1, 0.2] is not supported; one value for all layers"),
-        ({"metrics": ["NDCG"]}, "test.metrics=['NDCG'] is not supported; AUC, logloss, gAUC are supported"),
+        ({"metrics": ["NDCG"]}, "test.metrics=['NDCG'] is not supported; AUC, logloss, binary_crossentropy, gAUC are"),
         ({"metrics": ["gAUC"]}, "test.metrics: gAUC needs group_id"),
         ({"metrics": ["gAUC"], "group_id": "uid"}, "test.group_id=uid is not supported; gAUC needs a categorical"),
         ({"monitor": {"AUC": 2, "logloss": -1}}, "is not supported; weights of 1 and -1 are supported"),
         ({"monitor_mode": "min"}, "test.monitor_mode=min is not supported; then a worse auc would be the best"),
-        ({"monitor": "NDCG"}, "test.monitor=NDCG is not supported; AUC, logloss, gAUC are supported"),
+        ({"monitor": "NDCG"}, "test.monitor=NDCG is not supported; AUC, logloss, binary_crossentropy, gAUC are"),
         ({"early_stop_patience": 0}, "test.early_stop_patience=0 is not supported; wanted 1 or more"),
         ({"use_features": ["user"]}, "test.use_features=['user'] is not supported; choose features by active"),
-        ({"embedding_initializer": "xavier"}, "test.embedding_initializer=xavier is not supported; partial("),
+        ({"model": "LR", "net_regularizer": 1e-5}, "test.net_regularizer is not supported; did you mean"),
         (CROSSED | {"use_low_rank_mixture": True}, "test.use_low_rank_mixture=True is not supported"),
         (CROSSED | {"model_structure": "stacked_parallel"}, "test.model_structure=stacked_parallel is not supported"),
         (CROSSED, "test.parallel_dnn_hidden_units is empty; give widths, or set crossnet_only"),
@@ -364,3 +364,27 @@ def test_the_monitor_may_be_a_sum_of_metrics(folder):
     for monitor in ("auc+log_loss", "auc-", "auc-acu"):
         with pytest.raises(UserError, match="train.monitor=auc"):
             config.load(name, [f"train.monitor={monitor}"])
+
+
+def test_the_command_line_plans_and_prints_a_configuration(folder, monkeypatch, capsys):
+    write_data(300)
+    name = write_configuration({"test": MODELS["DeepFM"][0]}, DATASET)
+    for arguments, expected in (
+        (["recipe", name], f"# {name}\nrecipe = "),
+        (["plan", "fuxictr:config", "--cluster", "two-cores"], "user"),
+        (["train", "fuxictr:config#other"], "config/model_config.yaml: no experiment other; allowed: test"),
+    ):
+        monkeypatch.setattr("sys.argv", ["shardwright", *arguments])
+        with pytest.raises(SystemExit) as exit_info:
+            cli.main()
+        output = capsys.readouterr()
+        assert expected in output.out + output.err
+        assert exit_info.value.code == (2 if arguments[0] == "train" else 0)
+    assert Path("plan.json").exists()
+
+
+def test_a_model_with_a_bottom_mlp_refuses_vectors_of_numbers(folder):
+    write_data(100)
+    settings = config.load(write_configuration({"test": MODELS["DLRM"][0]}, DATASET), ["model.mlp.number_vectors=true"])
+    with pytest.raises(UserError, match="DLRM: number_vectors=true, but its bottom MLP"):
+        recipe.make_model(settings, recipe.make_source(settings))

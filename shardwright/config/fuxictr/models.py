@@ -1,6 +1,5 @@
 """Models of FuxiCTR as the section [model] of a recipe: those whose form a built-in model has."""
 
-import re
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +22,7 @@ ACTIVATIONS = MappingProxyType(
 )
 WIDTHS = (64, 64, 64)  # FuxiCTR's default
 GATE_WIDTHS = (128, 64)
-INITIAL_DEVIATION = 1e-4  # of FuxiCTR's embeddings
+INITIAL_BOUND = round(1e-4 * 3**0.5, 9)  # uniform values within it have the deviation of FuxiCTR's normal ones, 1e-4
 
 
 def read_model(keys: Keys, dataset: Dataset) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def read_model(keys: Keys, dataset: Dataset) -> dict[str, Any]:
         raise UserError(f"{keys.where}.model={name} has one label, and the dataset {len(dataset.labels)}; drop others")
     dim = keys.integer("embedding_dim", 10)
     model = MODELS[name](keys, dataset)
-    return model | ({} if name == "LR" else {"dim": dim}) | {"init": _initial_bound(keys)}
+    return model | ({} if name == "LR" else {"dim": dim}) | {"init": INITIAL_BOUND}
 
 
 def _logistic(keys: Keys, dataset: Dataset) -> dict[str, Any]:
@@ -76,7 +75,8 @@ def _dcn(keys: Keys, dataset: Dataset) -> dict[str, Any]:
     if not hidden:
         raise UserError(f"{keys.where}.dnn_hidden_units is empty: DCN without an MLP is not supported; give its widths")
     form = _form(keys, activation="dnn_activations", numbers=dataset.num_numbers > 0)
-    return {"kind": "dcn", "num_cross": keys.integer("num_cross_layers", 3), "hidden": hidden, "mlp": form}
+    num_cross = keys.integer("num_cross_layers", keys.integer("crossing_layers", 3))  # the latter is the older name
+    return {"kind": "dcn", "num_cross": num_cross, "hidden": hidden, "mlp": form}
 
 
 def _dcn_v2(keys: Keys, dataset: Dataset) -> dict[str, Any]:
@@ -239,12 +239,3 @@ def _towers(keys: Keys, dataset: Dataset, default: tuple[int, ...]) -> dict[str,
 def _refuse_deep_gates(keys: Keys) -> None:
     if keys.widths("gate_hidden_units", GATE_WIDTHS):
         raise UserError(f"{keys.where}.gate_hidden_units: gates are linear here; set gate_hidden_units: []")
-
-
-def _initial_bound(keys: Keys) -> float:
-    """The bound of uniform initial values of tables whose deviation is that of FuxiCTR's normal ones."""
-    text = str(keys.take("embedding_initializer") or f"partial(nn.init.normal_, std={INITIAL_DEVIATION})")
-    match = re.fullmatch(r"partial\(nn\.init\.normal_,\s*std=([\d.e+-]+)\)", text)
-    if match is None:
-        raise keys.error("embedding_initializer", "partial(nn.init.normal_, std=NUMBER) is")
-    return round(float(match[1]) * 3**0.5, 12)

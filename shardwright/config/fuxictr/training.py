@@ -26,7 +26,9 @@ IGNORED = (
     "version",
 )
 OPTIMIZERS = MappingProxyType({"adam": ("Adam", "adam"), "adagrad": ("Adagrad", "adagrad"), "sgd": ("SGD", "sgd")})
-METRICS = MappingProxyType({"AUC": "auc", "logloss": "log_loss", "gAUC": "grouped_auc"})
+METRICS = MappingProxyType(
+    {"AUC": "auc", "logloss": "log_loss", "binary_crossentropy": "log_loss", "gAUC": "grouped_auc"}
+)
 GRADIENT_NORM = 10.0  # that FuxiCTR clips to, where a configuration does not say
 PATIENCE = 2
 ALL_SAMPLES = 1_000_000_000  # an evaluation reads all rows of its file
@@ -73,8 +75,9 @@ def _read_optimizers(keys: Keys) -> tuple[dict[str, Any], dict[str, Any]]:
     dense_kind, tables_kind = OPTIMIZERS[name.lower()]
     dense = {"kind": dense_kind, "lr": rate, "clip": keys.number("max_gradient_norm", GRADIENT_NORM)}
     tables = {"kind": tables_kind, "lr": rate}
+    is_linear = keys.text("model") == "LR"  # which has one key for both
     for section, key in ((dense, "net_regularizer"), (tables, "embedding_regularizer")):
-        if decay := _read_regularizer(keys, key):
+        if decay := _read_regularizer(keys, "regularizer" if is_linear else key):
             section["weight_decay"] = decay
     return dense, tables
 
