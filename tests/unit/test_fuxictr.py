@@ -244,6 +244,8 @@ def column(**keys) -> dict:
         ({"model": "DeepFN"}, 'test.model=DeepFN is not supported; did you mean "DeepFM"?'),
         ({"batch_size": None}, "test.batch_size is missing"),
         ({"learning_rate": "fast"}, "test.learning_rate=fast is not supported; wanted a number"),
+        ({"epochs": float("inf")}, "test.epochs=inf is not supported; wanted a number"),
+        ({"net_dropout": "much"}, "test.net_dropout=much is not supported; wanted a number"),
         ({"optimizer": "lion"}, "test.optimizer=lion is not supported; adam, adagrad, sgd are supported"),
         ({"task": "regression"}, "test.task=regression is not supported; only binary_classification is"),
         ({"embedding_regularizer": "l1(1e-5)"}, "test.embedding_regularizer=l1(1e-5) is not supported; a number and"),

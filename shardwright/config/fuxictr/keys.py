@@ -1,5 +1,6 @@
 """Keys of a section of a FuxiCTR file: each is read, or named in an error."""
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -25,9 +26,12 @@ class Keys:
         """A number, also one that YAML reads as text, such as 1e-3."""
         value = self._take_or_default(name, default)
         try:
-            return float("" if isinstance(value, bool) else value)
+            number = float("" if isinstance(value, bool) else value)
         except (TypeError, ValueError):
-            raise self.error(name, "wanted a number") from None
+            number = math.nan
+        if not math.isfinite(number):
+            raise self.error(name, "wanted a number")
+        return number
 
     def integer(self, name: str, default: Any = MISSING) -> int:
         value = self.number(name, default)

@@ -218,7 +218,10 @@ def _form(
         form["number_vectors"] = True
     if keys.flag("batch_norm", False):
         form["norm"] = "batch"
-    if rate := keys.same_for_all(dropout, 0):
+    rate = keys.same_for_all(dropout, 0)
+    if isinstance(rate, bool) or not isinstance(rate, int | float):
+        raise keys.error(dropout, "wanted a number")
+    if rate:
         form["dropout"] = float(rate)
     return form
 

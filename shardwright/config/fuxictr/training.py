@@ -118,8 +118,8 @@ def _read_group(keys: Keys, dataset: Dataset) -> str:
 
 def _monitor_weights(keys: Keys) -> dict[str, float]:
     """The weight of each metric in the value that says which state is the best."""
-    value = keys.take("monitor", "AUC")
-    weights = value if isinstance(value, Mapping) else {value: 1.0}
+    value = keys.take("monitor") or "AUC"
+    weights = value if isinstance(value, Mapping) else {str(value): 1.0}
     if not all(isinstance(weight, int | float) for weight in weights.values()):
         raise keys.error("monitor", "wanted a metric, or weights such as {AUC: 1, logloss: -1}")
     return {str(name): float(weight) for name, weight in weights.items() if weight}
@@ -127,7 +127,8 @@ def _monitor_weights(keys: Keys) -> dict[str, float]:
 
 def _read_monitor(keys: Keys, dataset: Dataset) -> str:
     """The key train.monitor, a sum of metrics such as auc-log_loss."""
-    weights, mode = _monitor_weights(keys), keys.take("monitor_mode", "max")
+    keys.require("monitor_mode", ("max", "min"), "wanted max or min")
+    weights, mode = _monitor_weights(keys), keys.take("monitor_mode") or "max"
     if len({abs(weight) for weight in weights.values()}) != 1:
         raise keys.error("monitor", "weights of 1 and -1 are supported")
     names = [term for name, weight in weights.items() for term in _monitor_terms(name, weight, dataset.labels)]
