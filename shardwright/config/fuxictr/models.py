@@ -209,7 +209,8 @@ def _form(
 
     `numbers`: whether the model has numeric columns, which need number_vectors to have vectors as in FuxiCTR.
     """
-    name = str(keys.same_for_all(activation, "ReLU"))
+    is_null = keys.take(activation, "ReLU") is None  # which FuxiCTR reads as linear layers
+    name = "none" if is_null else str(keys.same_for_all(activation, "ReLU"))
     known = ACTIVATIONS.get(name.lower().replace("_", ""))
     if known is None:
         raise keys.error(activation, f"{', '.join(ACTIVATIONS)} are supported")
