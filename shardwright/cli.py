@@ -66,7 +66,7 @@ def shardwright(
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A built-in recipe, or a .toml file.")] = "",
+    recipe: Annotated[str, typer.Argument(help="A built-in recipe, a .toml file, or fuxictr:FILE.")] = "",
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set.")
     ] = None,
@@ -85,6 +85,7 @@ def train(
     shardwright train synthetic-dlrm run.name=mine         name the run, to resume it later
     shardwright train runs/mine/config.toml run.resume=true
     shardwright train my.toml model.kind=my_models:make    an nn.Module of your code
+    shardwright train fuxictr:model_config.yaml            a model configuration of FuxiCTR: docs/fuxictr.md
     shardwright train synthetic-dlrm ranks=2 --dry-run     print all settings and the plan without training
     \b
     On Ctrl-C, SIGTERM or SIGHUP the run finishes the step, saves a checkpoint and prints how to resume; a second
@@ -147,7 +148,9 @@ def _train_and_report(settings: "Settings", console: Console) -> None:
 def print_recipe(
     name: Annotated[
         str,
-        typer.Argument(metavar="[NAME]", help="A built-in recipe, or a kind of model; without a name, list recipes."),
+        typer.Argument(
+            metavar="[NAME]", help="A recipe, or a kind of model; without a name, list the built-in recipes."
+        ),
     ] = "",
 ) -> None:
     """Print a recipe, to read it or as the start of a new recipe; of a kind of model its keys and their defaults.

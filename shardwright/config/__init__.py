@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
+from shardwright.config import fuxictr
 from shardwright.config.evaluations import check_evaluations
 from shardwright.config.overrides import apply_overrides
 from shardwright.config.sections import ByteText, Files, OpenSection, Section
@@ -105,7 +106,7 @@ class TrainSettings(Section):
     decay: Literal["none", "linear", "cosine"] = Field("none", description="learning-rate decay schedule")
     final_rate: float = Field(0.0, ge=0, le=1, description="final over initial learning rate of the decay schedule")
     monitor: str = Field(
-        "", description="metric of evaluations that says which state is the best: loss, ne, auc, ...; empty: ne or loss"
+        "", description="metric that says which state is the best: loss, ne, auc, auc-log_loss, ...; empty: ne or loss"
     )
     patience: int = Field(
         0, ge=0, description="early stopping after this many evaluations without improvement; 0: never"
@@ -268,8 +269,10 @@ def _merge(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def recipe_text(recipe: str) -> str:
-    """The TOML text of a built-in recipe, or of a recipe file."""
+    """The TOML text of a built-in recipe, of a recipe file, or of a FuxiCTR configuration."""
     titles = recipes()
+    if recipe.startswith(fuxictr.PREFIX):
+        return f"# {recipe}\n{tomli_w.dumps(fuxictr.read_recipe(recipe))}"
     if recipe in titles:
         values = recipe_values(recipe)
         sections = {key: values[key] for key in (*Settings.model_fields,) if key in values}
@@ -293,7 +296,9 @@ def _recipe_file(recipe: str) -> Path:
 
 
 def load(recipe: str, overrides: Sequence[str] = ()) -> Settings:
-    """Load settings from a built-in recipe or a TOML file, then apply dotted key=value overrides."""
+    """Load settings from a built-in recipe, a TOML file or a FuxiCTR configuration, then apply key=value overrides."""
+    if recipe.startswith(fuxictr.PREFIX):
+        return parse(apply_overrides(fuxictr.read_recipe(recipe), overrides), where=recipe)
     if recipe in recipes():
         values, where = recipe_values(recipe) | {"recipe": recipe}, f"recipe {recipe}"
         return parse(apply_overrides(values, overrides), where=where)

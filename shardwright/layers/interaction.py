@@ -103,6 +103,11 @@ class NumericEmbedding(nn.Module):
         return numbers_BN.unsqueeze(2) * self.weight
 
 
+def numeric_columns(numbers_BN: Tensor, embedding: NumericEmbedding | None) -> Tensor:
+    """Columns of the numeric features: their values (B, N), or their vectors (B, N * D)."""
+    return numbers_BN if embedding is None else embedding(numbers_BN).flatten(1)
+
+
 class NumericLinear(nn.Module):
     """One weight per numeric feature, and a bias, which begins at `start`: (B, N) -> (B,)."""
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardwright.errors import UserError, did_you_mean
 from shardwright.layers.batch_norm import BatchNorm
 from shardwright.layers.dropout import Dropout
+from shardwright.layers.interaction import NumericEmbedding
 
 ACTIVATIONS = MappingProxyType(
     {
@@ -33,12 +34,14 @@ class MLPForm:
     """A hidden layer is linear, norm, activation, dropout; `dropout` is the share of its outputs set to 0 in training.
 
     `output_bias`: where the bias of the model's output begins, such as the logit of the base rate; None: as torch does.
+    `number_vectors`: the inputs have a vector for each numeric feature, times its value, in place of the value.
     """
 
     activation: str = "relu"
     norm: str = "none"
     dropout: float = 0.0
     output_bias: float | None = None
+    number_vectors: bool = False
 
     def __post_init__(self) -> None:
         for key, name, allowed in (("activation", self.activation, ACTIVATIONS), ("norm", self.norm, NORMS)):
@@ -47,6 +50,19 @@ class MLPForm:
                 raise UserError(f'{key}="{name}" is unknown{hint}')
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout={self.dropout}; wanted at least 0, less than 1")
+
+    def number_embedding(self, num_dense: int, dim: int) -> NumericEmbedding | None:
+        """The vectors of the numeric features; None if the inputs have their values."""
+        return NumericEmbedding(num_dense, dim) if self.number_vectors else None
+
+    def number_width(self, num_dense: int, dim: int) -> int:
+        """Columns of the numeric features in the inputs."""
+        return num_dense * dim if self.number_vectors else num_dense
+
+    def refuse_number_vectors(self, model: str) -> None:
+        """Raise an error if number_vectors is set, for a model that reads the numeric features as they are."""
+        if self.number_vectors:
+            raise UserError(f"{model}: number_vectors=true, but it reads the numeric features as they are; drop it")
 
     def after_linear(self, width: int) -> list[nn.Module]:
         """The modules that follow the linear map of a hidden layer of this width."""

@@ -315,10 +315,11 @@ def _multi_task(
     mlp: Mapping[str, Any],
 ) -> nn.Module:
     """A multi-task model; `tasks`: the label and weight of each, by name; a label's default is the task's name."""
-    specs = label_tasks(tasks)
+    specs, form = label_tasks(tasks), inputs.form(mlp)
+    form.refuse_number_vectors("a model of several tasks")
     width = inputs.source.num_dense + sum(sparse.dims)
     output_biases = [inputs.form(mlp, spec.label).output_bias for spec in specs]
-    return MultiTaskModel(sparse, build(width, len(specs), form=inputs.form(mlp), output_biases=output_biases), specs)
+    return MultiTaskModel(sparse, build(width, len(specs), form=form, output_biases=output_biases), specs)
 
 
 def label_tasks(tasks: Mapping[str, Any]) -> tuple[LabelTask, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.layers.interaction import Cross, CrossV2
+from shardwright.layers.interaction import Cross, CrossV2, NumericEmbedding, numeric_columns
 from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.mlp import MLP, PLAIN, MLPForm
 
@@ -34,10 +34,11 @@ class DCN(nn.Module):
         form: MLPForm = PLAIN,
     ) -> None:
         super().__init__()
-        width = num_dense + sum(sparse.dims)
+        numbers = form.number_embedding(num_dense, sparse.dims[0])
+        width = form.number_width(num_dense, sparse.dims[0]) + sum(sparse.dims)
         crosses = [CrossV2(width, rank=rank) if v2 else Cross(width) for _ in range(num_cross)]
         self.sparse = sparse
-        self.dense = DCNDense(width, crosses, hidden, stacked, form)
+        self.dense = DCNDense(width, numbers, crosses, hidden, stacked, form)
         self.loss = BinaryLoss()
 
     def forward(self, batch: Batch) -> Tensor:
@@ -48,17 +49,24 @@ class DCNDense(nn.Module):
     """The dense model of DCN."""
 
     def __init__(
-        self, width: int, crosses: Sequence[nn.Module], hidden: Sequence[int], stacked: bool, form: MLPForm
+        self,
+        width: int,
+        numbers: NumericEmbedding | None,
+        crosses: Sequence[nn.Module],
+        hidden: Sequence[int],
+        stacked: bool,
+        form: MLPForm,
     ) -> None:
         super().__init__()
         self.stacked = stacked
+        self.numbers = numbers
         self.crosses = nn.ModuleList(crosses)
         self.deep = MLP(width, hidden, form=form)
         last = hidden[-1] if hidden else width
         self.head = form.output(last if stacked else width + last)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
-        first_BW = x_BW = torch.cat([batch.numbers, vectors.pooled_BD], dim=1)
+        first_BW = x_BW = torch.cat([numeric_columns(batch.numbers, self.numbers), vectors.pooled_BD], dim=1)
         for cross in self.crosses:
             x_BW = cross(first_BW, x_BW)
         out = self.deep(x_BW) if self.stacked else torch.cat([x_BW, self.deep(first_BW)], dim=1)

@@ -62,6 +62,7 @@ class DHENDense(nn.Module):
         form: MLPForm = PLAIN,
     ) -> None:
         super().__init__()
+        form.refuse_number_vectors("DHEN")
         dim, num = bottom[-1], num_features + bool(num_dense)
         self.bottom = MLP(num_dense, bottom, form=form) if num_dense else None
         self.blocks = nn.ModuleList()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.interaction import numeric_columns
 from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.mlp import PLAIN, MLPForm, logit_mlp
 from shardwright.layers.target_attention import TargetAttention
@@ -68,14 +69,16 @@ class DINDense(nn.Module):
         self.blocks = nn.ModuleList(
             TargetAttention(len(fields.keys) * dim, attention, normalize=normalize) for fields in histories
         )
-        self.deep = logit_mlp(num_dense + sum(sparse.dims), hidden, form)
+        self.numbers = form.number_embedding(num_dense, dim)
+        self.deep = logit_mlp(form.number_width(num_dense, dim) + sum(sparse.dims), hidden, form)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         attended = [
             block(fields.join_targets(vectors), fields.join_keys(vectors), fields.lengths(batch))
             for fields, block in zip(self.histories, self.blocks, strict=True)
         ]
-        return self.deep(torch.cat([batch.numbers, vectors.pooled_BD, *attended], dim=1)).squeeze(1)
+        numbers = numeric_columns(batch.numbers, self.numbers)
+        return self.deep(torch.cat([numbers, vectors.pooled_BD, *attended], dim=1)).squeeze(1)
 
 
 def din(

@@ -75,6 +75,7 @@ class DLRMDense(nn.Module):
         form: MLPForm = PLAIN,
     ) -> None:
         super().__init__()
+        form.refuse_number_vectors("DLRM")
         self.bottom = MLP(num_dense, bottom, form=form) if num_dense else None
         self.interaction = DotInteraction(num_features + bool(num_dense))
         width = bottom[-1] * bool(num_dense) + self.interaction.out_features

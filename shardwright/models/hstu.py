@@ -18,6 +18,7 @@ from shardwright.config import fill_dataclass
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.interaction import numeric_columns
 from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.mlp import PLAIN, MLPForm, logit_mlp
 from shardwright.layers.sequence_encoder import SequenceLayer, append_targets
@@ -89,7 +90,8 @@ class HSTUDense(nn.Module):
             for _ in range(encoder.num_layers)
         )
         self.norm = nn.LayerNorm(channels)
-        self.head = logit_mlp(num_dense + pooled + channels, hidden, form)
+        self.numbers = form.number_embedding(num_dense, sparse.dims[0])
+        self.head = logit_mlp(form.number_width(num_dense, sparse.dims[0]) + pooled + channels, hidden, form)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         lengths_B, history = self.history.lengths(batch), self.history
@@ -98,7 +100,8 @@ class HSTUDense(nn.Module):
         for block in self.blocks:
             x_MC = block(x_MC, lengths_B + 1)
         state_BC = self.norm(x_MC.index_select(0, places_B))
-        return self.head(torch.cat([batch.numbers, vectors.pooled_BD, state_BC], dim=1)).squeeze(1)
+        numbers = numeric_columns(batch.numbers, self.numbers)
+        return self.head(torch.cat([numbers, vectors.pooled_BD, state_BC], dim=1)).squeeze(1)
 
 
 def hstu(

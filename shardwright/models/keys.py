@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, UnionType
 from typing import Any, get_args, get_origin
 
 from shardwright.models.names import MODELS
@@ -76,6 +76,8 @@ def type_text(hint: Any) -> str:
         return f"list of {TYPES[get_args(hint)[0].__name__]}s"
     if hint is list:
         return "list"
+    if get_origin(hint) is UnionType:
+        return " or ".join(type_text(inner) for inner in get_args(hint))
     return "section" if get_origin(hint) is Mapping else TYPES[hint.__name__]
 
 

@@ -73,6 +73,7 @@ class TwoTowerDense(nn.Module):
         super().__init__()
         if not hidden:
             raise UserError("two towers with hidden=[]; give the widths of their layers, the last is that of a vector")
+        form.refuse_number_vectors("two towers")
         if form.output_bias is not None:
             raise UserError(
                 f"output_bias={form.output_bias:g}: two towers return vectors and have no such bias; drop it"

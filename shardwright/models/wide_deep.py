@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.layers.interaction import NumericLinear, num_deep_columns
+from shardwright.layers.interaction import NumericLinear, num_deep_columns, numeric_columns
 from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.mlp import PLAIN, MLPForm, logit_mlp
 
@@ -36,9 +36,11 @@ class WideDeepDense(nn.Module):
         super().__init__()
         self.deep_columns = num_deep_columns(dims)
         self.wide = NumericLinear(num_dense)
-        self.deep = logit_mlp(num_dense + self.deep_columns, hidden, form)
+        self.numbers = form.number_embedding(num_dense, dims[0])
+        self.deep = logit_mlp(form.number_width(num_dense, dims[0]) + self.deep_columns, hidden, form)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         deep_BW, wide_BF = vectors.pooled_BD.tensor_split([self.deep_columns], dim=1)
         wide_B = self.wide(batch.numbers) + wide_BF.sum(1)
-        return wide_B + self.deep(torch.cat([batch.numbers, deep_BW], dim=1)).squeeze(1)
+        deep_input = torch.cat([numeric_columns(batch.numbers, self.numbers), deep_BW], dim=1)
+        return wide_B + self.deep(deep_input).squeeze(1)

@@ -35,8 +35,8 @@ def plan(
     recipe: Annotated[
         str,
         typer.Argument(
-            help="A built-in recipe, a .toml file, a workload .json, a transformer by name, its config.json, or "
-            "recorded routing .jsonl, or a script .sh with arguments of Megatron-LM."
+            help="A built-in recipe, a .toml file, fuxictr:FILE, a workload .json, a transformer by name, its "
+            "config.json, or recorded routing .jsonl, or a script .sh with arguments of Megatron-LM."
         ),
     ],
     cluster: Annotated[
@@ -118,7 +118,7 @@ def _plan(console: Console, arguments: PlanArguments, compare: Path | None) -> N
         _plan_layers(console, arguments)
     else:
         names = [*config.recipes(), *transformer_names()]
-        is_name = Path(recipe).name == recipe and not Path(recipe).suffix and not Path(recipe).exists()
+        is_name = Path(recipe).stem == recipe and ":" not in recipe and not Path(recipe).exists()
         if is_name and recipe not in names:
             raise UserError(f'no recipe or transformer "{recipe}"{did_you_mean(recipe, names)}')
         _refuse_options(f"{recipe} is no transformer", "a model of layers", {f"export {export}": export in ENGINES})

@@ -42,6 +42,7 @@ class Encoding:
     buckets: bool = False  # add each number as a category: x itself below 3, else floor(ln(x)^2)
     seed: int = 0
     growth: Growth | None = None
+    normalize: bool = True  # numbers get mean 0 and deviation 1 over the training split
 
     def faults(self) -> Iterator[str]:
         if self.rows and not 2 <= self.rows < 2**31:
@@ -111,7 +112,9 @@ class Transforms:
     @cached_property
     def digest(self) -> str:
         """16 hex digits of a SHA-256 over the fields; equal digests transform equally."""
-        encoding = repr(self.encoding).replace(", growth=None", "")  # transforms had a digest before tables could grow
+        encoding = repr(self.encoding)
+        for default in (", growth=None", ", normalize=True"):  # of fields that came after the first version
+            encoding = encoding.replace(default, "")
         sha = sha256(f"({self.schema.identity_text()}, {encoding}, {sorted(self.moments.items())!r})".encode())
         for name in sorted(self.vocabulary_codes):
             sha.update(name.encode() + np.ascontiguousarray(self.vocabulary_codes[name]).tobytes())
@@ -284,9 +287,11 @@ class Transforms:
         return {name: int(stream_keys(self.encoding.seed, *name.encode(), num=1)[0]) for name in self._own_columns}
 
     def _normalize(self, numbers_NR: np.ndarray) -> np.ndarray:
-        """Normalize to mean 0 and standard deviation 1; missing numbers become 0."""
+        """Normalize to mean 0 and standard deviation 1, where the encoding says so; missing numbers become 0."""
         mean_N, deviation_N = self._moments
         numbers_NR = statistics.signed_log1p(numbers_NR) if self.encoding.log else numbers_NR
+        if not self.encoding.normalize:
+            return np.nan_to_num(numbers_NR, nan=0.0)
         return np.nan_to_num((numbers_NR - mean_N[:, None]) / deviation_N[:, None], nan=0.0)
 
     @cached_property

@@ -26,7 +26,7 @@ def open_log(
     kind: str,
     path: str = "",
     *,
-    schema: str = "",
+    schema: str | Mapping[str, Any] = "",
     split: Mapping[str, Any] | None = None,
     encoding: Mapping[str, Any] | None = None,
     strict: bool = True,
@@ -35,7 +35,8 @@ def open_log(
 ) -> ClickLog:
     """Open the training split of a click log, converting the log to a cache first if necessary.
 
-    `kind` is criteo, avazu or movielens, or "log" with a schema in a TOML file. `memory` is in GiB per process.
+    `kind` is criteo, avazu or movielens, or "log" with a schema: a TOML file, or its keys. `memory` is in GiB per
+    process.
     """
     _check_path(path)
     log, parsed_schema = _resolve_log(kind, Path(path), schema)
@@ -161,7 +162,7 @@ def _make_source(
     )
 
 
-def _resolve_log(kind: str, path: Path, schema: str) -> tuple[LogFile, Schema]:
+def _resolve_log(kind: str, path: Path, schema: str | Mapping[str, Any]) -> tuple[LogFile, Schema]:
     if schema and kind != "log":
         raise UserError(
             f"data.schema={schema} with data.kind={kind}, which has its own schema; remove it, or set data.kind=log"
@@ -172,7 +173,9 @@ def _resolve_log(kind: str, path: Path, schema: str) -> tuple[LogFile, Schema]:
     parsed_schema = SCHEMAS.get(kind)
     if parsed_schema is None:
         if not schema:
-            raise UserError('key "data.schema" is missing: a TOML file that describes the columns of the log')
+            raise UserError(
+                'key "data.schema" is missing: a TOML file, or a section, that describes the columns of the log'
+            )
         parsed_schema = read_schema(schema)
     return open_file(path, kind, parsed_schema)
 

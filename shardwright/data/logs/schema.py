@@ -167,8 +167,12 @@ SCHEMAS = MappingProxyType(
 )
 
 
-def read_schema(name: str) -> Schema:
-    """Return the schema of a known log by name, or read and verify it from a TOML or JSON file."""
+def read_schema(name: str | Mapping[str, Any]) -> Schema:
+    """The schema of a known log by name, of a TOML or JSON file, or of a recipe's section [data.schema], verified."""
+    if isinstance(name, Mapping):
+        schema = files.from_plain(Schema, dict(name), "data.schema")
+        schema.verify()
+        return schema
     if name not in SCHEMAS and not name.endswith((".toml", ".json")):
         raise UserError(f'data.schema="{name}" is unknown{did_you_mean(name, SCHEMAS)}; or give a .toml file')
     schema = SCHEMAS.get(name) or files.read(Schema, name)

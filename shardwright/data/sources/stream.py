@@ -227,7 +227,7 @@ class GrowingLog:
 def open_stream(
     path: str = "",
     *,
-    schema: str = "",
+    schema: str | Mapping[str, Any] = "",
     like: str = "",
     encoding: Mapping[str, Any] | None = None,
     strict: bool = True,
@@ -236,8 +236,8 @@ def open_stream(
 ) -> GrowingLog:
     """Open a growing directory as a source; waits for the first row.
 
-    Give either `schema`, the name of a known schema or a TOML file, or `like`, a run or a folder with transforms, whose
-    schema, vocabularies and moments are then used. `memory` is in GiB per process.
+    Give either `schema`, the name of a known schema, a TOML file or its keys, or `like`, a run or a folder with
+    transforms, whose schema, vocabularies and moments are then used. `memory` is in GiB per process.
     """
     if not path:
         raise UserError('key "data.path" is missing; name the directory, as in data=DIRECTORY')
@@ -268,7 +268,7 @@ def open_stream(
 
 
 def _resolve_format(
-    like: str, schema: str, encoding: Mapping[str, Any] | None
+    like: str, schema: str | Mapping[str, Any], encoding: Mapping[str, Any] | None
 ) -> tuple[Transforms | None, Schema, Encoding]:
     """Transforms of `like` (None: fit them on the first file), schema of the files, and encoding."""
     if like:
@@ -281,7 +281,7 @@ def _resolve_format(
         return transforms, transforms.schema, transforms.encoding
     if not schema:
         raise UserError(
-            f'key "data.schema" is missing: {", ".join(SCHEMAS)}, or a TOML file that describes the columns'
+            f'key "data.schema" is missing: {", ".join(SCHEMAS)}, a TOML file, or a section, that describes the columns'
         )
     parsed_schema = read_schema(schema)
     parsed_encoding = files.from_plain(Encoding, dict(encoding or {}), "data.encoding")

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from shardwright.config import TrainSettings
-from shardwright.config.evaluations import is_higher_better
+from shardwright.config.evaluations import is_higher_better, monitor_terms
 from shardwright.errors import UserError, did_you_mean
 from shardwright.layers.in_batch_softmax import InBatchSoftmax
 from shardwright.layers.loss import NextTokenLoss
@@ -18,7 +18,7 @@ class EarlyStopping:
     """Tracks the best evaluation and whether `patience` evaluations in a row have not been better."""
 
     def __init__(self, patience: int, monitor: str = "") -> None:
-        """`monitor`: the metric that is compared; empty: NE, or the loss of models without it."""
+        """`monitor`: the metric that is compared, or a sum of metrics; empty: NE, or the loss of models without it."""
         self.patience, self.monitor = patience, monitor
         self.best: float | None = None
         self.best_step = 0
@@ -26,13 +26,15 @@ class EarlyStopping:
 
     def metric_of(self, evaluation: Mapping[str, Any]) -> tuple[str, float]:
         """Name and value of the metric of an evaluation that is compared."""
-        name = self.monitor or ("ne" if "ne" in evaluation else "loss")
-        if name not in evaluation:
-            raise UserError(
-                f"step {evaluation['step']}: the evaluation has no {name} (train.monitor), which needs held-out labels "
-                "of both classes; hold out more samples, or set train.monitor=loss"
-            )
-        return name, evaluation[name]
+        monitor = self.monitor or ("ne" if "ne" in evaluation else "loss")
+        terms = monitor_terms(monitor)
+        for _, name in terms:
+            if name not in evaluation:
+                raise UserError(
+                    f"step {evaluation['step']}: the evaluation has no {name} (train.monitor), which needs held-out "
+                    "labels of both classes; hold out more samples, or set train.monitor=loss"
+                )
+        return monitor, sum(sign * evaluation[name] for sign, name in terms)
 
     def update(self, metric: float, step: int) -> bool:
         """Record an evaluation's metric; return whether it is the best so far."""
@@ -61,11 +63,12 @@ def check_monitor(monitor: str, loss: nn.Module) -> None:
     names += ["accuracy"] if classes is not None else []
     names += [f"{name}@{k}" for k in CUTOFFS for name in ("recall", "ndcg")] if isinstance(loss, InBatchSoftmax) else []
     names += ["perplexity"] if isinstance(loss, NextTokenLoss) else []
-    if monitor and monitor not in names:
-        kind = type(loss).__name__
-        raise UserError(
-            f"train.monitor={monitor}: a model with {kind} has no such metric{did_you_mean(monitor, names)}"
-        )
+    for _, name in monitor_terms(monitor):
+        if name not in names:
+            kind = type(loss).__name__
+            raise UserError(
+                f"train.monitor={monitor}: a model with {kind} has no such metric{did_you_mean(name, names)}"
+            )
 
 
 def is_evaluation_due(step: int, train: TrainSettings, batches_per_epoch: int | None) -> bool:
