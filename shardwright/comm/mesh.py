@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shardwright.comm import store
 from shardwright.comm.all_gather_json import all_gather_json
 from shardwright.comm.backend import GLOO, agree_on_backend, choose_device
-from shardwright.comm.group import CLOSED, Group
+from shardwright.comm.group import Group
 from shardwright.comm.heartbeat import Heartbeat
 from shardwright.comm.pending import Waiter
 from shardwright.comm.sent_bytes import SentBytes
