@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+PINNING_DEVICES = ("cuda",)  # that copy faster from and to pinned memory
+
 
 class StagedWork:
     """A work on host memory; `wait()` also copies what has arrived to the device."""
@@ -36,7 +38,7 @@ class Staging:
     def __init__(self, device: torch.device | None = None) -> None:
         """`device`: None: no tensor is copied."""
         self._type = device.type if device is not None else ""
-        self._pins = self._type == "cuda"
+        self._pins = self._type in PINNING_DEVICES
 
     def applies_to(self, x: Tensor) -> bool:
         """Whether a message of this tensor goes through host memory."""
