@@ -85,7 +85,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if not (on_gpu if target is None else torch.device(target).type != "cpu"):
         return result
     known = {id(x.host): x for x in tensors if isinstance(x, FakeTensor)}  # what is written in place stays itself
-    return tree_map(lambda x: known.get(id(x), None) if id(x) in known else _wrap(x), result)
+    return tree_map(lambda x: known.get(id(x)) if id(x) in known else _wrap(x), result)
 
 
 def _wrap(x: Any) -> Any:

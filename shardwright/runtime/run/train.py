@@ -57,9 +57,11 @@ def train(settings: Settings, callbacks: Sequence[Callback] = ()) -> RunResult:
         threads = set_threads(settings, stack)  # before the plan: it measures the model
         workload, plan, predicted = plan_run(settings, source, model)
         starts_servers = bool(settings.servers.start)
-        memory_check.check_fits(workload, plan, model, current_rank(), settings.train, starts_servers=starts_servers)
-        stack.enter_context(memory_check.explain_out_of_memory(workload))
         device = run_device(settings.run.device, plan, model)
+        memory_check.check_fits(
+            workload, plan, model, current_rank(), settings.train, starts_servers=starts_servers, device=device
+        )
+        stack.enter_context(memory_check.explain_out_of_memory(workload))
         mesh = stack.enter_context(closing(mesh_for(plan, COLLECTIVE_TIMEOUT_SECONDS, device=device)))
         directory = stack.enter_context(table_servers(settings, plan, mesh))
         flops = describe_model_flops(settings, source, model, plan, mesh)
