@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.autograd import graph
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -28,8 +29,8 @@ class FakeTensor(torch.Tensor):
     """A tensor on the fake GPU; `host` has its numbers."""
 
     host: torch.Tensor
-    device = property(lambda self: DEVICE)
-    is_cuda = property(lambda self: True)
+    device = property(lambda self: DEVICE)  # pyright: ignore[reportAssignmentType]
+    is_cuda = property(lambda self: True)  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
     def __new__(cls, host: torch.Tensor) -> "FakeTensor":
@@ -180,7 +181,7 @@ def fake_gpu(gpu: str = "fake", num: int = 1) -> Iterator[None]:
     patches = [mock.patch.object(torch.cuda, name, value) for name, value in cuda.items()]
     patches += [
         mock.patch.object(torch.Tensor, "pin_memory", lambda self: self),
-        mock.patch("torch.autograd._engine_run_backward", _run_backward(torch.autograd._engine_run_backward)),
+        mock.patch("torch.autograd._engine_run_backward", _run_backward(graph._engine_run_backward)),
         mock.patch("shardwright.kernels.triton_modules._has_triton", lambda: False),
         mock.patch("shardwright.comm.staging.PINNING_DEVICES", ()),
     ]

@@ -4,6 +4,7 @@ Nothing here has run on a GPU; tests/gpu has the same on one.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,12 @@ from shardwright.runtime.dense_layout import mesh_for
 from shardwright.spec.optimizer import Adam, RowWiseAdaGrad
 
 STEPS = 4
+FORMS = (
+    ("tables", RowWiseAdaGrad(0.1), False),
+    ("tables", Adam(0.01), True),
+    ("fsdp", RowWiseAdaGrad(0.1), True),
+    ("hsdp", RowWiseAdaGrad(0.1), True),
+)
 
 
 def run_collectives(world: int, staged: bool, memory: bool) -> list[torch.Tensor]:
@@ -67,9 +74,11 @@ def test_staged_collectives_are_equal_to_the_bit(ranks, world, memory):
         assert all(map(torch.equal, expected, actual))
 
 
-def train_on_fake_gpu(form: str, optimizer, overlap: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def train_on_gpu(
+    form: str, optimizer, overlap: bool, is_fake: bool
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Logits and state of a rank on a GPU that it shares."""
-    with fake_gpu():
+    with fake_gpu() if is_fake else nullcontext():
         model = make_model(optimizer)
         if form == "tables":
             plan = shard_plan(single_plan(model), 2, "read", "float64")
@@ -89,22 +98,19 @@ def train_on_fake_gpu(form: str, optimizer, overlap: bool) -> tuple[list[torch.T
     return logits, state
 
 
-@pytest.mark.parametrize(
-    "form, optimizer, overlap",
-    (
-        ("tables", RowWiseAdaGrad(0.1), False),
-        ("tables", Adam(0.01), True),
-        ("fsdp", RowWiseAdaGrad(0.1), True),
-        ("hsdp", RowWiseAdaGrad(0.1), True),
-    ),
-)
-def test_two_ranks_on_one_gpu_equal_one_process(ranks, form, optimizer, overlap):
+def check_ranks(ranks, form: str, optimizer, overlap: bool, *, is_fake: bool) -> None:
+    """Steps and state of two ranks must equal those of one process on the CPU."""
     model = make_model(optimizer)
     job = build(model, single_plan(model), optimizer=lambda p: torch.optim.Adam(p, 0.01))
     expected = [out.logits for out in job.run(batch(step) for step in range(STEPS))]
     expected += [out.logits for out in job.evaluate([batch(100)])]
-    answers = ranks.run(2, train_on_fake_gpu, form, optimizer, overlap)
+    answers = ranks.run(2, train_on_gpu, form, optimizer, overlap, is_fake)
     for step, logits in enumerate(expected):
         actual = torch.cat([answer[0][step] for answer in answers])
         torch.testing.assert_close(actual, logits, rtol=0, atol=1e-10)
     assert_same(answers[0][1], job.state().tensors)
+
+
+@pytest.mark.parametrize("form, optimizer, overlap", FORMS)
+def test_two_ranks_on_one_gpu_equal_one_process(ranks, form, optimizer, overlap):
+    check_ranks(ranks, form, optimizer, overlap, is_fake=True)

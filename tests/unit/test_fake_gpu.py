@@ -24,7 +24,7 @@ def test_tensors_of_the_fake_gpu_refuse_others():
         x = torch.ones(3, device="cuda")
         assert x.is_cuda and x.device.type == "cuda" and (x + 1).tolist() == [2, 2, 2]
         with pytest.raises(RuntimeError, match="same device"):
-            x + torch.ones(3)
+            torch.add(x, torch.ones(3))
         with pytest.raises(RuntimeError, match="same device"):
             torch.ones(3)[torch.zeros(1, dtype=torch.int64, device="cuda")]
 
