@@ -38,6 +38,10 @@ class Jagged:
     def batch_size(self) -> int:
         return self.lengths.shape[1]
 
+    def on_cpu(self) -> "Jagged":
+        """The same ids on the CPU."""
+        return self if self.values.device.type == "cpu" else self.to("cpu")
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Jagged":
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 

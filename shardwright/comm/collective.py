@@ -45,7 +45,7 @@ def all_reduce(x: Tensor, group: Group) -> Pending[Tensor]:
         if group.hierarchical_groups:
             return hierarchical_all_reduce(x, group.next_hierarchical_group())
     group.sent.add_to_next(group.lane, group.ranks, group.index, 2 * x.nbytes * (group.size - 1) // group.size)
-    return issue_works(group, lambda: x, lambda: dist.all_reduce(x, group=group.process_group, async_op=True))
+    return issue_works(group, lambda: x, lambda: group.all_reduce(x))
 
 
 def all_reduce_bf16(x: Tensor, group: Group, residual: Tensor | None = None) -> Pending[Tensor]:
@@ -108,8 +108,7 @@ def broadcast(x: Tensor, source: int, group: Group) -> Pending[Tensor]:
     """Broadcast `x` of member `source` over the group, on its lane; in place: `wait()` returns `x`."""
     _check_contiguous(x, "broadcast")
     check_collective(group, f"broadcast from {source}", x)
-    root = group.ranks[source]
-    return issue_works(group, lambda: x, lambda: dist.broadcast(x, root, group=group.process_group, async_op=True))
+    return issue_works(group, lambda: x, lambda: group.broadcast(x, source))
 
 
 def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
@@ -129,7 +128,7 @@ def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]
     return issue_works(
         group,
         lambda: torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]),
-        lambda: dist.all_gather(parts, padded, group=group.process_group, async_op=True),
+        lambda: group.all_gather(parts, padded),
     )
 
 
@@ -308,7 +307,7 @@ def _send_and_receive(inputs: Sequence[Tensor], outputs: Sequence[Tensor], group
     """
     outputs[group.index].copy_(inputs[group.index])
     peers = [(group.index + step) % group.size for step in range(1, group.size)]
-    if inputs[0].is_cuda:
+    if group.sends_from_device(inputs[0]):
         for peer in peers:
             group.sent.add(group.lane, group.ranks[peer], inputs[peer].nbytes)
         ops = [

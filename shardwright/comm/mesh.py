@@ -6,22 +6,24 @@ lane is a separate communicator for every set of axes, so that collectives on on
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
-from itertools import combinations, count, product
+from itertools import combinations, product
 from math import prod
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from shardwright.comm import store
 from shardwright.comm.all_gather_json import all_gather_json
+from shardwright.comm.backend import GLOO, agree_on_backend, choose_device
+from shardwright.comm.group import Group
 from shardwright.comm.heartbeat import Heartbeat
 from shardwright.comm.pending import Waiter
 from shardwright.comm.sent_bytes import SentBytes
-from shardwright.comm.shared_memory import Channel, HostMembers, connect_channels
+from shardwright.comm.shared_memory import connect_channels
+from shardwright.comm.staging import staging_for
 from shardwright.comm.transport.servers import ServerConnector, TableServers
 from shardwright.errors import UserError, did_you_mean
 from shardwright.spec.lanes import MAIN
@@ -30,7 +32,6 @@ K = TypeVar("K")
 LaneAxes = tuple[str, tuple[str, ...]]  # a lane, and the axes along which its groups are
 DEFAULT_LANE = MAIN  # the lane of a mesh without named lanes
 NUM_HIERARCHICAL_GROUPS = 2  # hierarchical collectives that a group can have in flight
-CLOSED = "closed"  # instead of a process group; None would mean torch's group of all ranks
 
 
 def world_size() -> int:
@@ -81,19 +82,17 @@ def has_emulated_link() -> bool:
     return "SHARDWRIGHT_LAB_LINK" in os.environ
 
 
-def select_device() -> torch.device:
-    """The GPU of this rank, which becomes the current one, or the CPU if there are no GPUs."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if local >= torch.cuda.device_count():
-        raise UserError(f"local rank {local} has no GPU: the host has {torch.cuda.device_count()}; start fewer ranks")
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
+def select_device(setting: str = "auto") -> torch.device:
+    """The device of this rank, by the setting `run.device`; a GPU becomes the current one."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = choose_device(setting, num_gpus, int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
-def _init_process_group(backend: str, timeout: timedelta) -> None:
-    """Initialize torch.distributed through the launcher's store, or through one that rank 0 serves.
+def _init_process_group(timeout: timedelta) -> None:
+    """Initialize torch.distributed, over Gloo, through the launcher's store, or through one that rank 0 serves.
 
     A launcher's store outlives the ranks. The keys of each attempt have their own prefix; otherwise restarted ranks
     would read the addresses of dead ranks and wait for them.
@@ -109,7 +108,7 @@ def _init_process_group(backend: str, timeout: timedelta) -> None:
         job_store = store.serve(host, int(port), several_hosts=unknown or host_topology()[0] > 1, seconds=seconds)
     else:
         job_store = store.connect(host, int(port), seconds=timeout.total_seconds())
-    dist.init_process_group(backend, timeout=timeout, store=job_store, rank=int(rank), world_size=world_size())
+    dist.init_process_group(GLOO, timeout=timeout, store=job_store, rank=int(rank), world_size=world_size())
 
 
 def _is_single_host() -> bool:
@@ -130,67 +129,6 @@ def _open_store(rank: int) -> Any:
     return store.open_mesh(store.open_attempt(connection, restarts, world_size()), rank)
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Ranks that communicate on one lane, including this rank."""
-
-    ranks: tuple[int, ...]
-    index: int  # of this rank in `ranks`
-    lane: str
-    process_group: Any  # torch's process group; None for a group of one
-    heartbeat: Heartbeat | None
-    waiter: Waiter | None  # of its lane; None on a GPU
-    check: bool = False  # whether ranks compare every collective before they issue it
-    call_counter: Iterator[int] = field(default_factory=count, compare=False)
-    # Shared-memory channels to the members on this host, by index in `ranks`.
-    local_channels: Mapping[int, Channel] = field(default_factory=dict, compare=False)
-    hosts: HostMembers = ()  # members by host
-    tag: int = 0  # of point-to-point messages
-    # Groups of the same ranks with their own channels, tag and waiter, for hierarchical collectives.
-    hierarchical_groups: tuple["Group", ...] = ()
-    hierarchical_calls: Iterator[int] = field(default_factory=count, compare=False)
-    sent: SentBytes = field(default_factory=SentBytes, compare=False)  # of the mesh
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether all members are on this host and reach each other through shared memory."""
-        return len(self.hosts) == 1 and len(self.local_channels) == self.size - 1
-
-    @property
-    def has_even_hosts(self) -> bool:
-        """Whether the group has several hosts with the same number of ranks, more than one, on each."""
-        return len(self.hosts) > 1 and {len(host) for host in self.hosts} == {self.size // len(self.hosts)} != {1}
-
-    def next_hierarchical_group(self) -> "Group":
-        """The next of `hierarchical_groups`: while one collective crosses hosts, another runs inside."""
-        return self.hierarchical_groups[next(self.hierarchical_calls) % len(self.hierarchical_groups)]
-
-    def receive(self, member: int, into: Tensor) -> Any:
-        """Post the receive of the next message from a member; returns the work. Not on a GPU."""
-        channel = self.local_channels.get(member)
-        return channel.receive(into) if channel else self.process_group.recv([into], member, self.tag)
-
-    def send(self, member: int, x: Tensor) -> Any:
-        """Send a message to a member; returns the work. Not on a GPU."""
-        self.sent.add(self.lane, self.ranks[member], x.nbytes)
-        channel = self.local_channels.get(member)
-        return channel.send(x) if channel else self.process_group.send([x], member, self.tag)
-
-    def check_open(self) -> None:
-        if self.process_group is CLOSED:
-            raise UserError("the mesh of this job has been closed: build a new job")
-
-    def close(self) -> None:
-        """Release the process group, as torch ends its threads only with the last reference to it."""
-        object.__setattr__(self, "process_group", CLOSED)
-        for channel in self.local_channels.values():
-            channel.close()
-
-
 class Mesh:
     """All ranks of a job on named axes, with a process group for each set of axes and lane.
 
@@ -198,8 +136,8 @@ class Mesh:
     torch.distributed for the job that torchrun (or the lab) started; without one it has one rank. With `check` the
     ranks of a group compare each collective before they issue it, which costs two blocking all-gathers, and report
     the first difference. `memory`: use shared memory between ranks of a host. `groups`: the groups to make (no axes:
-    along all), first the default lane's along all axes; default: on every lane of `lanes` along every set of axes. On
-    the CPU each lane has a thread that waits, and each hierarchical group its own.
+    along all), first the default lane's along all axes; default: on every lane of `lanes` along every set of axes. Over
+    Gloo each lane has a thread that waits, and each hierarchical group its own.
     """
 
     def __init__(
@@ -227,17 +165,22 @@ class Mesh:
             )
         self._owns_process_group = self.size > 1 and not dist.is_initialized()
         if self._owns_process_group:
-            _init_process_group(self._backend, timedelta(seconds=timeout_seconds))
+            _init_process_group(timedelta(seconds=timeout_seconds))
         self.rank = dist.get_rank() if self.size > 1 else 0
-        self.heartbeat = Heartbeat(self.rank, self.size, _open_store(self.rank)) if self.size > 1 else None
+        self.backend, self.heartbeat = GLOO, None
+        if self.size > 1:
+            store = _open_store(self.rank)
+            self.backend = agree_on_backend(store, self.rank, self.size, self.device)
+            self.heartbeat = Heartbeat(self.rank, self.size, store)
         self._handles: list[Any] = []
         self.sent = SentBytes()
-        on_cpu = self.device.type == "cpu"  # on a GPU, to wait for a work makes the current stream wait
-        self._waiters = {lane: Waiter() if on_cpu else None for lane in self.lanes}
+        over_gloo = self.backend == GLOO  # with NCCL, to wait for a work makes the current stream wait
+        self._staging = staging_for(self.device, over_gloo=over_gloo)
+        self._waiters = {lane: Waiter() if over_gloo else None for lane in self.lanes}
         pairs = self._every_group() if groups is None else ((lane, self._order_axes(axes)) for lane, axes in groups)
         self._groups = self._make_groups([*dict.fromkeys(pairs)])
         self._memory = memory and not has_emulated_link()
-        if on_cpu and self.size > 1:
+        if over_gloo and self.size > 1:
             self._groups = self._add_channels(self._groups)
         self.sent.set_host(self.rank, self.group().hosts, host_topology()[1])
 
@@ -315,10 +258,6 @@ class Mesh:
         for handle in () if self._owns_process_group else handles:
             dist.destroy_process_group(handle)
 
-    @property
-    def _backend(self) -> str:
-        return "nccl" if self.device.type == "cuda" else "gloo"
-
     def _add_channels(self, groups: Mapping[K, Group]) -> dict[K, Group]:
         """Connect the groups through shared memory, and add hierarchical groups to those over several hosts."""
         distinct = {id(group): group for group in groups.values() if group.size > 1}
@@ -375,12 +314,23 @@ class Mesh:
         handle = None
         for ranks in slices if len(members) > 1 else ():  # every rank makes every group, in the same order
             timeout = timedelta(seconds=self.timeout_seconds)
-            process_group = dist.new_group(list(ranks), timeout=timeout, backend=self._backend)
+            process_group = dist.new_group(list(ranks), timeout=timeout, backend=self.backend)
             if ranks == members:
                 handle = process_group
                 self._handles.append(process_group)
         waiter, index = self._waiters[lane], members.index(self.rank)
-        return Group(members, index, lane, handle, self.heartbeat, waiter, self.check, sent=self.sent)
+        return Group(
+            members,
+            index,
+            lane,
+            handle,
+            self.heartbeat,
+            waiter,
+            self.check,
+            sent=self.sent,
+            device=self.device,
+            staging=self._staging,
+        )
 
     def _slices(self, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
         """All ranks, partitioned into ranks that differ only along these axes."""

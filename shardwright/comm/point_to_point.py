@@ -37,8 +37,9 @@ def send(tensors: Sequence[Tensor], member: int, group: Group, codec: Codec = PL
 def receive(specs: Sequence[TensorSpec], member: int, group: Group, codec: Codec = PLAIN) -> Pending[list[Tensor]]:
     """Receive tensors that a member of the group sends; the codec is the sender's."""
     _check_member(member, group, "receive")
-    device = "cuda" if dist.get_backend(group.process_group) == "nccl" else "cpu"
-    messages = [codec.encode(torch.empty(spec.shape, dtype=spec.dtype, device=device)).contiguous() for spec in specs]
+    messages = [
+        codec.encode(torch.empty(spec.shape, dtype=spec.dtype, device=group.device)).contiguous() for spec in specs
+    ]
 
     def decode() -> list[Tensor]:
         tensors = [codec.decode(message, spec.dtype) for message, spec in zip(messages, specs, strict=True)]
@@ -78,7 +79,7 @@ def send_in_turn(pairs: Sequence[tuple[int, Tensor]], group: Group) -> Pending[N
         for work in start():
             work.wait()
 
-    if sender is None:  # on a GPU, where a stream keeps the order
+    if sender is None:  # over NCCL, where a stream keeps the order
         return issue_works(group, lambda: None, start)
     return Pending(lambda: None, [sender.chain(run)], group.heartbeat, buffers=run, waiter=sender)
 
@@ -106,19 +107,19 @@ def relay_in_turn(pieces: Sequence[Tensor], chain: Sequence[int], group: Group) 
 
     waiter = group.waiter
     if waiter is None:
-        raise UserError("copies of experts on GPUs: this version sends them on CPUs only")
+        raise UserError("copies of experts over NCCL: this version sends them over Gloo only; set run.device=cpu")
     return issue_works(group, lambda: None, lambda: [waiter.chain(run)])
 
 
 def _send(x: Tensor, member: int, group: Group) -> Any:
-    if x.is_cuda:
+    if group.sends_from_device(x):
         group.sent.add(group.lane, group.ranks[member], x.nbytes)
         return dist.isend(x, group.ranks[member], group=group.process_group)
     return group.send(member, x)
 
 
 def _receive(into: Tensor, member: int, group: Group) -> Any:
-    if into.is_cuda:
+    if group.sends_from_device(into):
         return dist.irecv(into, group.ranks[member], group=group.process_group)
     return group.receive(member, into)
 

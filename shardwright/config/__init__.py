@@ -32,6 +32,9 @@ class RunSettings(Section):
         description="name of the run directory; empty: the recipe's name and the next free number",
     )
     resume: bool = Field(False, description="continue the named run from its last checkpoint")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where to compute: auto takes a GPU if torch sees one; cuda without a GPU is an error"
+    )
     private: bool = Field(False, description="make the run directory readable by its owner only (mode 700)")
     start: str = Field("", description="a run or checkpoint: a new run starts from its weights and optimizer state")
     loggers: tuple[str, ...] = Field(

@@ -37,10 +37,10 @@ def clip_grad_norm(
     for sharded, groups in parameters:
         squares = _sum_of_squares(sharded)
         for group in groups:
-            squares = collective.all_reduce(squares, group).wait()
+            squares = collective.all_reduce(squares.to(group.device), group).wait()
         total += squares.to(total.device)
     for group in pipeline_groups:
-        total = collective.all_reduce(total, group).wait()
+        total = collective.all_reduce(total.to(group.device), group).wait()
     norm = float(total.sqrt())
     factor = max_norm / (norm + EPSILON)
     if not factor >= 1:
@@ -71,5 +71,5 @@ def _sum_of_squares(parameters: Sequence[nn.Parameter]) -> Tensor:
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for parameter in parameters:
         if parameter.grad is not None:
-            total += sum_of_squares(parameter.grad)
+            total += torch.as_tensor(sum_of_squares(parameter.grad), dtype=total.dtype, device=device)
     return total

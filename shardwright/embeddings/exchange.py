@@ -95,7 +95,7 @@ class ShardedTables(NotCopied):
         ]
         self.placer = RowPlacer(self.local_shards, caches.threads if caches else None)
         self._requests = RequestBuilder(bags, layout, orders, self.rank)
-        self._responses = ResponseAssembly(bags, layout, self.rank)
+        self._responses = ResponseAssembly(bags, layout, self.rank, device)
         self._vector_transport = VectorTransport(lanes.wire, lanes.vector_codec, self._responses.dtype)
         self._gradient_transport = VectorTransport(lanes.wire, lanes.gradient_codec, self._responses.dtype)
         self._host_reducer = HostReducer(layout, self._vector_transport, self._gradient_transport)
@@ -143,7 +143,8 @@ class ShardedTables(NotCopied):
         return self.pool(self.route(self.bags.read(features)))
 
     def request(self, features: Jagged, weight: float, stop: int = 0) -> AnnouncedRequest:
-        """Build the messages to all ranks and their headers."""
+        """Build the messages to all ranks and their headers, on the CPU."""
+        features = features.on_cpu()
         with self.bags.naming_errors():
             outgoing = self._requests.build(features)
         num_ids, has_weights = len(features.values), outgoing.id_weights is not None

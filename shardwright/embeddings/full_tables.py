@@ -51,7 +51,7 @@ def gather_state(sharded: ShardedTables) -> dict[str, Tensor]:
             tensors[name] = _read_served(sharded, name, full) if is_first else like
             continue
         shards = list(_distinct_shards(sharded, table))
-        local = [_values(sharded, shard, part).flatten() for rank, shard in shards if rank == sharded.rank]
+        local = [_values(sharded, shard, part).flatten().cpu() for rank, shard in shards if rank == sharded.rank]
         sizes = [0] * len(sharded.layout.table_groups)
         for rank, shard in shards:
             sizes[rank] += _numel(shard, like)
@@ -140,8 +140,10 @@ def _dim(sharded: ShardedTables, shard: TableShard) -> int:
 def track_changes(sharded: ShardedTables) -> None:
     """Record which rows are updated from now on; clears earlier records."""
     for shards in sharded.local_shards:
-        numbers = [shards.num_rows(index) for index in range(len(shards.weights))]
-        shards.changed_rows = [torch.zeros(num, dtype=torch.bool) for num in numbers]
+        shards.changed_rows = [
+            torch.zeros(shards.num_rows(index), dtype=torch.bool, device=weight.device)
+            for index, weight in enumerate(shards.weights)
+        ]
 
 
 def table_rectangles(sharded: ShardedTables, *, deduplicate: bool = False) -> Iterator[Rectangle]:

@@ -41,7 +41,8 @@ class HostReducer:
     """Runs the host reduce at this rank and contributes to the host reduces at other ranks of its host."""
 
     def __init__(self, layout: Layout, vector_transport: VectorTransport, gradient_transport: VectorTransport) -> None:
-        self._vectors, self._gradients, self._memory = vector_transport, gradient_transport, BufferPool()
+        self._vectors, self._gradients = vector_transport, gradient_transport
+        self._memory = BufferPool(vector_transport.group.device)
         self._rank = rank = vector_transport.group.index
         self._num_ranks = len(layout.table_groups)
         self.local_reduce = local = layout.host_reduces[rank]

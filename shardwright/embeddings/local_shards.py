@@ -20,7 +20,7 @@ from shardwright.embeddings.growing_rows import GrowingRows
 from shardwright.embeddings.layout import TableGroup, TableShard
 from shardwright.embeddings.row_order import RowOrder
 from shardwright.kernels import embedding
-from shardwright.kernels.arguments import Ids, TableState
+from shardwright.kernels.arguments import Ids, TableState, ids_on
 from shardwright.kernels.buffers import BufferPool
 from shardwright.kernels.cache_index import BatchRows, announce_many, place_rows, release_many
 from shardwright.kernels.dedup import unique_rows
@@ -61,7 +61,10 @@ class FlatShards:
 
 
 class LocalShards:
-    """Weights and optimizer states of the shards of one table group, or of the lines of their caches."""
+    """Weights and optimizer states of the shards of one table group, or of the lines of their caches.
+
+    Ids are on the CPU, where batches are routed; on a GPU, each kernel gets a copy.
+    """
 
     def __init__(
         self,
@@ -76,7 +79,7 @@ class LocalShards:
         self.table_group = group
         self.tables = [bags.tables[shard.table] for shard in group.shards]
         self.is_trained = [bags.holder(table.name).is_trained for table in self.tables]
-        self._memory = BufferPool()
+        self._memory, self._device = BufferPool(), device
         self.weights: list[Tensor] = []
         self.optimizer_states: list[dict[str, Tensor]] = []
         # By shard: (E,) flags of the rows that differ from the last checkpoint, or None if changes are not tracked.
@@ -115,7 +118,9 @@ class LocalShards:
 
     def lookup(self, ids: Ids) -> list[Tensor]:
         """The pooled vectors of all samples, then the rows of each unpooled stream."""
-        return embedding.lookup_into(self._memory, self.weights, ids) if self.table_group.streams else []
+        if not self.table_group.streams:
+            return []
+        return embedding.lookup_into(self._memory, self.weights, ids_on(ids, self._device))
 
     def num_rows(self, index: int) -> int:
         """Of a shard: its lines, if its table grows."""
@@ -189,7 +194,7 @@ class LocalShards:
         self, ids: Ids, gradients: Sequence[Tensor], optimizer: SparseOptimizer, steps: Mapping[str, int]
     ) -> None:
         """One optimizer step; `steps` is the number of each table's step, from 1."""
-        embedding.update(self.table_states(steps), ids, gradients, optimizer)
+        embedding.update(self.table_states(steps), ids_on(ids, self._device), gradients, optimizer)
 
     def table_states(self, steps: Mapping[str, int]) -> list[TableState]:
         """The kernels' view of each shard: weight, optimizer state, step. `release` marks changed rows on lines."""
@@ -212,7 +217,7 @@ class LocalShards:
 
     def sum_gradients(self, ids: Ids, gradients: Sequence[Tensor]) -> GradientSums:
         """Sum the gradients of each row."""
-        return sum_gradients(self.weights, ids, gradients)
+        return sum_gradients(self.weights, ids_on(ids, self._device), gradients)
 
     def update_from_sums(self, sums: GradientSums, optimizer: SparseOptimizer, steps: Mapping[str, int]) -> None:
         """One optimizer step from gradients that are already summed by row."""

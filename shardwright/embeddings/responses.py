@@ -18,6 +18,7 @@ from shardwright.embeddings.outgoing import OutgoingRequest
 from shardwright.embeddings.vector_transport import ColumnCopy
 from shardwright.jagged import Vectors
 from shardwright.kernels import embedding
+from shardwright.kernels.arguments import ids_on
 from shardwright.kernels.buffers import BufferPool
 from shardwright.kernels.gradient_sums import sum_at_positions
 from shardwright.layers.embedding import EmbeddingTables
@@ -67,9 +68,10 @@ class Response:
 class ResponseAssembly:
     """Assembles this rank's vectors from responses, and splits gradients in the same format."""
 
-    def __init__(self, bags: EmbeddingTables, layout: Layout, rank: int) -> None:
-        self._bags = bags
-        self._memory = BufferPool()
+    def __init__(self, bags: EmbeddingTables, layout: Layout, rank: int, device: torch.device) -> None:
+        """`device`: of the vectors."""
+        self._bags, self._device = bags, device
+        self._memory = BufferPool(device)
         self.dtype = torch_state_dtype(bags.tables[0])
         self._num_ranks = len(layout.table_groups)
         pooled = [i for i, feature in enumerate(bags.features) if feature.pooling != "none"]
@@ -142,7 +144,9 @@ class ResponseAssembly:
             pooled_BD[:, self._column[feature] : self._column[feature] + self._bags.dims[feature]] /= lengths_B
         sequences: Sequence[Tensor] = ()
         if self._tables:
-            lookup_BD, *sequences = embedding.lookup_into(self._memory, rows, request.distinct_rows.ids)
+            lookup_BD, *sequences = embedding.lookup_into(
+                self._memory, rows, ids_on(request.distinct_rows.ids, self._device)
+            )
             begin = 0
             for feature in self._row_exchange:
                 dim = self._bags.dims[feature]
@@ -199,7 +203,7 @@ class ResponseAssembly:
     def _mean_lengths(self, request: OutgoingRequest) -> Iterator[tuple[int, Tensor]]:
         """(feature, number of ids (B, 1)) of the mean-pooled features that were looked up as sums."""
         for feature in self._means:
-            yield feature, request.lengths_FB[feature].clamp(min=1).unsqueeze(1)
+            yield feature, request.lengths_FB[feature].clamp(min=1).unsqueeze(1).to(self._device)
 
     def _response(self, server: int, local_index: int, source: TableGroup | HostReduce, written: set[int]) -> Response:
         begins = ((self._column[feature], cols) for feature, cols in source.feature_columns)

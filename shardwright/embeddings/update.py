@@ -100,7 +100,7 @@ class TableUpdater:
         """All-reduce the gradient of every row of the tables, and the number of ranks on which the row has one."""
         sizes = [weight.numel() for weight in shards.weights]
         rows = [len(weight) for weight in shards.weights]
-        flat = torch.zeros(sum(sizes) + sum(rows), dtype=gradients[0].dtype)
+        flat = gradients[0].new_zeros(sum(sizes) + sum(rows))
         *tables, all_marks = flat.split([*sizes, sum(rows)])
         marks = all_marks.split(rows)
         sums = [table.view(len(mark), -1) for table, mark in zip(tables, marks, strict=True)]
@@ -216,7 +216,7 @@ class TableUpdater:
         sent_sizes = [sum(len(partial[key]) for key in keys if key in partial) for keys in self._sent_keys]
         expected = [[key for key in keys if key[:2] in sizes] for keys in self._received_keys]
         received_sizes = [sum(sizes[key[:2]] for key in keys) for keys in expected]
-        flat = torch.cat([torch.empty(0, dtype=self._dtype), *parts])
+        flat = torch.cat([torch.empty(0, dtype=self._dtype, device=self._group.device), *parts])
 
         def add_partial_sums(flat: Tensor) -> dict[ShardKey, Tensor]:
             keys = [key for rank_keys in expected for key in rank_keys]
@@ -247,7 +247,7 @@ def _update_columns(
     sum_U = state["sum"][rows_U] + squares_U / dim
     state["sum"][rows_U] = sum_U
     rates_U = optimizer.lr / (sum_U.sqrt() + optimizer.eps)
-    ids = Ids(rows_U, torch.tensor([0, len(rows_U)]), rates_U, [0], [POOLINGS.index("none")])
+    ids = Ids(rows_U, torch.tensor([0, len(rows_U)], device=rows_U.device), rates_U, [0], [POOLINGS.index("none")])
     plain = TableState(table.weight, (), table.step, table.rounding_key, row_numbers=table.row_numbers)
     embedding.update([plain], ids, [grad_UD.new_empty(1, 0), grad_UD], SGD(lr=1.0))
 
@@ -280,6 +280,6 @@ def _by_rank(is_replica: Sequence[bool], sizes: Sequence[int]) -> list[int]:
 
 def _sum_equal_rows(inverse_N: Tensor, sums_ND: Tensor, num_rows: int) -> Tensor:
     """The (num_rows, D) sums of the rows of `sums_ND` with the same index in `inverse_N`."""
-    offsets = torch.tensor([0, len(inverse_N)])
+    offsets = torch.tensor([0, len(inverse_N)], device=inverse_N.device)
     ids = Ids(inverse_N, offsets, None, [0], [POOLINGS.index("none")])
     return sum_at_positions(ids, [sums_ND.new_empty(1, 0), sums_ND], [num_rows], [sums_ND.shape[1]])[0]

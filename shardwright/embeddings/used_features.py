@@ -57,7 +57,7 @@ class UsedFeatures:
         words = [0] * self.num_words
         for index, (feature, frozen) in enumerate(zip(self._features, self._frozen, strict=True)):
             words[index // FLAGS_OF_WORD] |= (feature.name in used or frozen) << index % FLAGS_OF_WORD
-        return torch.tensor(words, dtype=gradients.pooled_BD.dtype)
+        return gradients.pooled_BD.new_tensor(words)
 
     def used_by_any(self, words_RW: Tensor) -> tuple[bool, ...]:
         """Whether some rank used each feature, from the words of all ranks."""
@@ -151,7 +151,7 @@ class UsedFeatures:
     def _restrict_sums(self, index: int, sums: GradientSums, ids: Ids) -> Pending[GradientSums]:
         """Keep the sums of the rows of a table group that a used feature read on some rank; one all-reduce."""
         rows = [len(weight) for weight in self._shards[index].weights]
-        marks = torch.zeros(sum(rows))
+        marks = torch.zeros(sum(rows), device=self._group.device)
         marks[to_global_positions(ids, rows).values] = 1
 
         def select_rows(marks: Tensor) -> GradientSums:

@@ -71,7 +71,7 @@ class VectorTransport:
         """Send each rank its message, concatenated; `received_sizes` are values to receive, by rank."""
         sizes = [sum(map(Tensor.numel, message)) for message in messages]
         tensors = [tensor for message in messages for tensor in message]
-        flat = _concat(tensors) if tensors else torch.empty(0, dtype=self.dtype)
+        flat = _concat(tensors) if tensors else torch.empty(0, dtype=self.dtype, device=self.group.device)
         return collective.all_to_all(flat, sizes, received_sizes, self.group, self.codec)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UserError
+from shardwright.kernels.cuda_copies import to_device
 from shardwright.library import native_library
 from shardwright.spec.optimizer import SparseOptimizer, state_shapes
 from shardwright.spec.workload import Pooling
@@ -204,6 +205,18 @@ def with_bounds(ids: Ids, bounds: Sequence[int] | None) -> Ids:
         ids = replace(ids)
         object.__setattr__(ids, "bounds", bounds)
     return ids
+
+
+def ids_on(ids: Ids, device: torch.device) -> Ids:
+    """The ids on a device. Ids that move from the CPU get bounds, so that kernels on a GPU need not check them."""
+    if ids.values.device.type == device.type:
+        return ids
+    parts = [part for part, _, _ in ids.split_by_feature()]
+    is_known = ids.values.device.type == "cpu" and all(int(part.min()) >= 0 for part in parts if len(part))
+    bounds = [int(part.max()) + 1 if len(part) else 0 for part in parts] if is_known else None
+    weights = None if ids.weights is None else to_device(ids.weights, device)
+    moved = replace(ids, values=to_device(ids.values, device), offsets=to_device(ids.offsets, device), weights=weights)
+    return with_bounds(moved, bounds)
 
 
 def _check_bounds(ids: Ids, rows: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Reusable CPU buffers: the next step writes into the pages that this step releases.
+"""Reusable buffers: the next step writes into the pages that this step releases.
 
 Fresh memory costs a page fault per 4 KiB; for wide vectors the faults take longer than the lookup.
 """
@@ -16,13 +16,20 @@ from shardwright.kernels.native import use_huge_pages
 
 
 class BufferPool:
-    """Allocates tensors and reuses their memory once they are unreferenced; never shrinks."""
+    """Allocates tensors and reuses their memory once they are unreferenced; never shrinks.
 
-    def __init__(self) -> None:
+    On a GPU torch's own allocator does so.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """`device`: None: the CPU."""
+        self._device = device or torch.device("cpu")
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def allocate(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor on the CPU."""
+        """Return an uninitialized tensor."""
+        if self._device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=self._device)
         bytes_ = prod(shape) * dtype.itemsize
         if bytes_ < 1 << 16:
             return torch.empty(shape, dtype=dtype)
@@ -40,7 +47,7 @@ class BufferPool:
         return memory
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BufferPool":
-        return BufferPool()
+        return BufferPool(self._device)
 
-    def __reduce__(self) -> tuple[type["BufferPool"], tuple[()]]:
-        return BufferPool, ()
+    def __reduce__(self) -> tuple[type["BufferPool"], tuple[torch.device]]:
+        return BufferPool, (self._device,)

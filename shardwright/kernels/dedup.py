@@ -120,7 +120,8 @@ def restrict_ids(ids: Ids, gradients: Sequence[Tensor], keep: Sequence[bool | Te
     for (values, lengths, weights), kept_ids, pooling in zip(ids.split_by_feature(), keep, ids.pooling, strict=True):
         mask = torch.full_like(values, kept_ids, dtype=torch.bool) if isinstance(kept_ids, bool) else kept_ids
         if POOLINGS[pooling] == "none":  # which bag an id is in does not matter
-            rows.append(next(unpooled)[mask])
+            sequence = next(unpooled)
+            rows.append(sequence[mask.to(sequence.device)])
             lengths = torch.zeros_like(lengths)
             lengths[:1] = mask.sum()
         elif not kept_ids:

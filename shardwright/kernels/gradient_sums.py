@@ -15,6 +15,7 @@ from shardwright.kernels.arguments import (
     Ids,
     KernelArguments,
     TableState,
+    ids_on,
     prepare_gradients,
     table_structs,
     validate_lookup,
@@ -70,13 +71,17 @@ def sum_gradients(weights: Sequence[Tensor], ids: Ids, gradients: Sequence[Tenso
 
 def sum_at_positions(ids: Ids, gradients: Sequence[Tensor], counts: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
     """Summed gradients of distinct rows; ids are positions among the distinct rows of each table."""
-    zeros = [torch.zeros(count, dim, dtype=gradients[0].dtype) for count, dim in zip(counts, dims, strict=True)]
+    like = gradients[0]
+    zeros = [
+        torch.zeros(count, dim, dtype=like.dtype, device=like.device) for count, dim in zip(counts, dims, strict=True)
+    ]
     add_at_positions(ids, gradients, zeros)
     return zeros
 
 
 def add_at_positions(ids: Ids, gradients: Sequence[Tensor], zeros: Sequence[Tensor]) -> None:
     """Add the gradients of rows into tables of zeros, in place; ids are positions in these tables."""
+    ids = ids_on(ids, gradients[0].device)
     embedding.update([TableState(zero, (), 1, 0) for zero in zeros], ids, gradients, SUM_OPTIMIZER)
 
 

@@ -30,7 +30,7 @@ def _select(square_BFF: Tensor) -> Tensor:
 def _dots_op(x_BFD: Tensor) -> Tensor:
     native = _native_for(x_BFD)
     if native is None:
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(x_BFD.device.type, enabled=False):
             return _select(x_BFD @ x_BFD.mT)
     x_BFD = x_BFD.contiguous()
     out_BP = _dots_fake(x_BFD)
@@ -48,7 +48,7 @@ def _gradients_op(x_BFD: Tensor, grad_BP: Tensor) -> Tensor:
         square_BFF = x_BFD.new_zeros(len(x_BFD), x_BFD.shape[1] ** 2)
         square_BFF[:, _pair_indices(x_BFD.shape[1], x_BFD.device)] = grad_BP
         square_BFF = square_BFF.unflatten(1, (x_BFD.shape[1], -1))
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(x_BFD.device.type, enabled=False):
             return torch.matmul(square_BFF + square_BFF.mT, x_BFD, out=out_BFD)
     pointers = x_BFD.data_ptr(), grad_BP.data_ptr()
     native.shardwright_pair_gradients(*pointers, x_BFD.dtype == torch.float64, *x_BFD.shape, out_BFD.data_ptr())
@@ -56,7 +56,7 @@ def _gradients_op(x_BFD: Tensor, grad_BP: Tensor) -> Tensor:
 
 
 def _native_for(x: Tensor):
-    return native_library() if x.dtype in (torch.float32, torch.float64) else None
+    return native_library() if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) else None
 
 
 def _dots_fake(x_BFD: Tensor) -> Tensor:
@@ -87,8 +87,9 @@ def _operators() -> torch.library.Library:
     operators = torch.library.Library("shardwright", "FRAGMENT")
     operators.define("pair_dots(Tensor x) -> Tensor")
     operators.define("pair_gradients(Tensor x, Tensor for_dots) -> Tensor")
-    operators.impl("pair_dots", _dots_op, "CPU")
-    operators.impl("pair_gradients", _gradients_op, "CPU")
+    for device in ("CPU", "CUDA"):  # of GPUs: for programs that were exported on a CPU
+        operators.impl("pair_dots", _dots_op, device)
+        operators.impl("pair_gradients", _gradients_op, device)
     operators._register_fake("pair_dots", _dots_fake)
     operators._register_fake("pair_gradients", _gradients_fake)
     autograd = torch.library.register_autograd

@@ -57,9 +57,12 @@ SINGLE_ID_TABLES = 16  # with a feature each; the vectors of a sample lie side b
 TIMED_CODECS: tuple[tuple[str, Codec], ...] = (("fp16", Fp16()), ("bf16", Bf16()), ("int8", Int8()))
 
 
-def has_fast_bf16_matmul() -> bool:
-    """Whether the device multiplies bfloat16 natively; else torch is many times slower than in float32."""
-    if torch.cuda.is_available():
+def has_fast_bf16_matmul(device: torch.device | None = None) -> bool:
+    """Whether the device multiplies bfloat16 natively; else torch is many times slower than in float32.
+
+    `device`: None: the GPU if there is one.
+    """
+    if torch.cuda.is_available() if device is None else device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 

@@ -42,6 +42,10 @@ OUTCOME_NOTES = MappingProxyType(
 )
 MIN_REPORTED_OVERLAP = 1e-3  # overlap above this share of the parts' time is reported
 UNEVEN_STEP_RATIO = 1.2  # steps with a larger ratio of mean to median are reported as uneven
+UNTESTED_ON_GPU = (
+    "This run computed on a GPU. Runs on GPUs have been tested on an emulated device only: this version of "
+    "`shardwright train` has not run on a GPU."
+)
 PREPARE_STAGE = "prepare"  # a predicted stage that runs in a loader worker
 MIN_REPORTED_UNTRACED = 5e-3  # time outside all events above this share of the exposed time has a row
 
@@ -144,6 +148,8 @@ def notes(run: RunRecord) -> Iterator[str]:
         yield "This run has written no metrics yet."
     elif metrics.end is None:
         yield f"This run has not ended, or was killed: its last record is of step {last_line.step:,}."
+    if run.environment.get("device_type") == "cuda":
+        yield UNTESTED_ON_GPU
     if metrics.is_truncated:
         yield "The last line of metrics.jsonl is incomplete, as after a kill, and is ignored."
     if disturbance := describe_disturbance(run.machine_windows):

@@ -40,7 +40,14 @@ from shardwright.runtime.dense_layout import DenseOptimizer, announced_axes, mes
 from shardwright.runtime.job import Job
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.served import check_servers, connect_servers, open_stores, open_tables
-from shardwright.runtime.supported import EXACT_REMEDY, cached_rows, check_supported, gpu_rows, is_single_process
+from shardwright.runtime.supported import (
+    EXACT_REMEDY,
+    cached_rows,
+    check_gpu,
+    check_supported,
+    gpu_rows,
+    is_single_process,
+)
 from shardwright.runtime.user_loop import UserLoop
 from shardwright.spec.lanes import IDS, WIRE
 from shardwright.spec.pipeline import rank_chunks, rank_stages
@@ -85,7 +92,9 @@ def build(
     check_servers(plan, mesh.servers if mesh is not None else None)
     options = _Options(optimizer, hottest or {}, overlap, accumulate, clip)
     if mesh is not None:
-        plan = replace(plan, stages=with_gpu(plan.stages)) if mesh.device.type == "cuda" else plan
+        if mesh.device.type == "cuda":
+            check_gpu(plan, sparse.tables if sparse else ())
+            plan = replace(plan, stages=with_gpu(plan.stages, num_ranks=plan.num_ranks))
         return _build_on(model, plan, mesh, options)
     mesh = mesh_for(plan)
     try:
@@ -106,8 +115,6 @@ class _Options:
 
 def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Job:
     sparse = sparse_of(model)
-    if mesh.size > 1 and mesh.device.type != "cpu":
-        raise UserError(f"{mesh.size} ranks on {mesh.device.type}: this version trains over several ranks on CPUs only")
     if mesh.axes != plan.mesh_axes and (mesh.size, plan.num_ranks) != (1, 1):
         raise UserError(f"the plan is for axes {dict(plan.mesh_axes)}, the mesh has {dict(mesh.axes)}")
     if sparse is not None:
@@ -197,8 +204,6 @@ def _cache_on_gpu(sparse: EmbeddingTables, plan: Plan, device: torch.device) -> 
 
 def shard_tables(sparse: EmbeddingTables, plan: Plan, mesh: Mesh, options: _Options) -> None:
     """Shard the tables as planned; this rank keeps only its shards."""
-    if mesh.device.type != "cpu":
-        raise UserError(f"sharded tables on {mesh.device.type}: this version has them in host memory only")
     wire, ids = _sample_group(plan, mesh, WIRE), _sample_group(plan, mesh, IDS)
     plans = {table.table: table for table in plan.tables}
     needs_full_rows = sparse.optimizer is not None and num_row_sums(sparse.optimizer) > 0

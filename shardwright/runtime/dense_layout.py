@@ -72,7 +72,12 @@ class DenseLayout:
         return optimizer
 
 
-def mesh_for(plan: Plan, timeout_seconds: float = 60.0, servers: TableServers | None = None) -> Mesh:
+def mesh_for(
+    plan: Plan,
+    timeout_seconds: float = 60.0,
+    servers: TableServers | None = None,
+    device: torch.device | str = "cpu",
+) -> Mesh:
     """The mesh of a job under this plan, with exactly the groups that the job uses. `servers`: the plan's.
 
     The first lane is of the run's control flow (`RankGroup`). Ids and vectors are exchanged between all ranks with
@@ -89,7 +94,7 @@ def mesh_for(plan: Plan, timeout_seconds: float = 60.0, servers: TableServers | 
         groups += [(lane, plan.dense.shard) for lane in SHARD_LANES]
         groups += [(DENSE, plan.dense.replicate)] if plan.dense.replicate else []
     groups += expert_groups(plan)
-    mesh = Mesh(plan.mesh_axes, groups=groups, timeout_seconds=timeout_seconds)
+    mesh = Mesh(plan.mesh_axes, groups=groups, timeout_seconds=timeout_seconds, device=device)
     mesh.servers = servers
     return mesh
 

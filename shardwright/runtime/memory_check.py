@@ -39,6 +39,7 @@ REQUESTED_SIZE = (
 ALLOCATION_FAILURE = re.compile(
     "|".join((*REQUESTED_SIZE, "std::bad_alloc", "Cannot allocate memory", "CUDA out of memory"))
 )
+GPU_PURPOSES = ("weights", "optimizer state")  # of what tables need, the part on a GPU
 CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
@@ -52,17 +53,29 @@ def available_bytes() -> int:
 
 
 def check_fits(
-    workload: Workload, plan: Plan, model: nn.Module, rank: int, train: TrainSettings, *, starts_servers: bool = False
+    workload: Workload,
+    plan: Plan,
+    model: nn.Module,
+    rank: int,
+    train: TrainSettings,
+    *,
+    starts_servers: bool = False,
+    device: torch.device | None = None,
 ) -> None:
-    """Raise an error if the plan's tables do not fit this host.
+    """Raise an error if the plan's tables do not fit this host, or this rank's GPU. `device`: None: the CPU.
 
     All ranks call it before any rank allocates its tables; the first rank of each host checks for the whole host, that
     of the first host also for the plan's table servers, if the run starts them.
     """
+    is_on_gpu = device is not None and device.type == "cuda"
+    if is_on_gpu:
+        own = table_bytes_by_purpose(workload, plan, model, [rank], train)
+        _check_gpu(sum(own.get(purpose, 0) for purpose in GPU_PURPOSES), rank)
     if rank != host_id(rank):
         return
     ranks = range(rank, rank + host_topology()[1])
     available, needs = available_bytes(), table_bytes_by_purpose(workload, plan, model, ranks, train)
+    needs = {purpose: 0 if is_on_gpu and purpose in GPU_PURPOSES else bytes_ for purpose, bytes_ in needs.items()}
     if starts_servers and rank == 0 and plan.servers:
         needs["the table servers that the run starts"] = server_bytes(workload, plan)
     if (need := sum(needs.values())) <= available:
@@ -81,6 +94,18 @@ def check_fits(
         f'the largest is "{largest.name}" with {largest.rows:,} rows of {largest.dim}; '
         f"they fit with {' or '.join(remedies)}"
     )
+
+
+def _check_gpu(need: int, rank: int) -> None:
+    """Raise an error if the tables of the ranks that share this rank's GPU, with `need` bytes each, do not fit it."""
+    free, total = torch.cuda.mem_get_info()
+    num_ranks = -(-host_topology()[1] // torch.cuda.device_count())
+    if num_ranks * need > free:
+        shared = f" on each of {num_ranks} ranks that share the GPU" if num_ranks > 1 else ""
+        raise UserError(
+            f"the tables of rank {rank} need {format_bytes(need)} of GPU memory{shared}, and {format_bytes(free)} of "
+            f"{format_bytes(total)} are available; set run.device=cpu, use more GPUs, or make tables smaller"
+        )
 
 
 def _copies_bytes(workload: Workload, plan: Plan, ranks: Sequence[int]) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from shardwright import config
@@ -131,11 +132,14 @@ def plan_for(
     return plan_single_process(model, workload, allow)
 
 
-def plan_single_process(model: nn.Module, workload: Workload, allow: Sequence[str]) -> Plan:
-    """The plan of one process: every table unsharded, on this device."""
-    leads = ONE_RANK_GPU if select_device().type == "cuda" else ONE_RANK
+def plan_single_process(
+    model: nn.Module, workload: Workload, allow: Sequence[str], device: torch.device | None = None
+) -> Plan:
+    """The plan of one process: every table unsharded, on this device; None: the GPU if there is one."""
+    device = device or select_device()
+    leads = ONE_RANK_GPU if device.type == "cuda" else ONE_RANK
     stages = step_stages(has_tables=sparse_of(model) is not None, leads=leads, bodies=NO_BODIES)
-    return single_rank_plan(workload, stages=stages, allow=tuple(allow), fast_bf16=has_fast_bf16_matmul())
+    return single_rank_plan(workload, stages=stages, allow=tuple(allow), fast_bf16=has_fast_bf16_matmul(device))
 
 
 def plan_within_memory(
@@ -145,12 +149,13 @@ def plan_within_memory(
     settings: PlanSettings,
     accumulate: int = 1,
     servers: ServerRequest | None = None,
+    device: torch.device | None = None,
 ) -> Plan:
     """The plan of one process within `settings.memory`: the planner chooses which rows are in memory, and which are on
     disk or on table servers."""
     cluster = _make_cluster(settings, 1, 1, 1)
     request = PlanRequest(workload, cluster, 0, tuple(allow), settings, accumulate=accumulate, servers=servers)
-    result, plan = request.make_plan(), plan_single_process(model, workload, allow)
+    result, plan = request.make_plan(), plan_single_process(model, workload, allow, device)
     placements = {table.table: table.placement for table in result.plan.tables}
     lines = {name: rows for name, placed in placements.items() if (rows := placed.tiers[0].rows) is not None}
     copies = {name: placed.sync for name, placed in placements.items() if isinstance(placed.sync, Bounded)}
@@ -221,6 +226,7 @@ def plan_run(
                 f"servers.start={settings.servers.start} starts table servers on one host, and the ranks are on "
                 f"{num_hosts}: start `shardwright serve-tables` there, and set servers.addresses"
             )
+    device = select_device(settings.run.device)
     make_servers(settings.servers)
     recipe.evaluation_source(settings, source, 0)
     workload = _describe_first_batch(settings, source, model)
@@ -240,12 +246,12 @@ def plan_run(
             workload, allow, settings.plan, cluster_shape, measure, micro_batches, servers
         )
     else:
-        plan = _plan_one_rank(settings, model, workload)
+        plan = _plan_one_rank(settings, model, workload, device)
     plan.verify(workload)
     return workload, plan, predicted
 
 
-def _plan_one_rank(settings: Settings, model: nn.Module, workload: Workload) -> Plan:
+def _plan_one_rank(settings: Settings, model: nn.Module, workload: Workload, device: torch.device) -> Plan:
     servers = _server_request(settings.servers)
     for_one_rank = ("memory", "hits", "cluster") if settings.plan.memory or servers else ()
     for key in PlanSettings.model_fields:
@@ -254,8 +260,8 @@ def _plan_one_rank(settings: Settings, model: nn.Module, workload: Workload) -> 
             raise UserError(f"plan.{key} is for several ranks; {hint}, or drop it")
     if settings.plan.memory or servers:
         accumulate = settings.train.accumulate
-        return plan_within_memory(model, workload, settings.allow, settings.plan, accumulate, servers)
-    return plan_single_process(model, workload, settings.allow)
+        return plan_within_memory(model, workload, settings.allow, settings.plan, accumulate, servers, device)
+    return plan_single_process(model, workload, settings.allow, device)
 
 
 def _server_request(settings: ServerSettings) -> ServerRequest | None:

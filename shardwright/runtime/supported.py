@@ -8,6 +8,7 @@ from shardwright.spec.plan import TABLE_DTYPES, Bounded, Exact, Plan, TablePlan,
 from shardwright.spec.row_cache import DISK, GPU, HOST, SERVERS
 from shardwright.spec.workload import Table
 
+CPU_REMEDY = 'set run.device=cpu, or build on Mesh(device="cpu")'
 EXACT_REMEDY = 'remove "staleness<=N" from allow, or leave the table out of allow_staleness or keep_on_servers'
 
 
@@ -67,6 +68,28 @@ def check_supported(plan: Plan, tables: Sequence[Table]) -> None:
             "in host memory with rows in GPU memory, in the model's precision or a 16-bit one that the plan's allow "
             "permits; plan this model again"
         )
+
+
+def gpu_obstacle(plan: Plan, tables: Sequence[Table]) -> str:
+    """What this version computes on CPUs only, of a plan and the tables of its model; empty: nothing."""
+    growing = next((table.name for table in tables if table.growth is not None), None)
+    cached = next((table.table for table in plan.tables if cached_rows(table) is not None), None)
+    bounded = next((table.table for table in plan.tables if isinstance(table.placement.sync, Bounded)), None)
+    obstacles = [
+        (f'table "{growing}" grows', growing is not None),
+        ("tables are on table servers", plan.servers > 0),
+        (f'table "{cached}" has rows on disk', cached is not None),
+        (f'table "{bounded}" has bounded staleness', bounded is not None),
+        ("the plan has a pipeline", plan.pipeline is not None),
+        ("the plan splits experts over ranks", bool(plan.experts)),
+    ]
+    return next((text for text, applies in obstacles if applies), "")
+
+
+def check_gpu(plan: Plan, tables: Sequence[Table]) -> None:
+    """Raise for a plan that this version does not compute on GPUs."""
+    if obstacle := gpu_obstacle(plan, tables):
+        raise UserError(f"{obstacle}, and the job is on a GPU: this version computes that on CPUs only; {CPU_REMEDY}")
 
 
 def _check_table(plan: Plan, planned: TablePlan, table: Table) -> Iterator[str]:

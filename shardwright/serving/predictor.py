@@ -59,17 +59,25 @@ class FollowStatus:
 class Predictor:
     """An exported model that scores samples and can follow a run. Thread-safe; call `close` at the end."""
 
-    def __init__(self, path: str | Path, follow: str | Path | None = None, *, verify: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        follow: str | Path | None = None,
+        *,
+        verify: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
         """`follow`: a run, or a folder of publications, that a thread checks for updates every `POLL_SECONDS`.
 
-        `verify`: read all tables first, and compare every block with its digest.
+        `verify`: read all tables first, and compare every block with its digest. `device`: of the dense model; rows of
+        tables are looked up in host memory.
         """
-        self.path = Path(path)
+        self.path, self._device = Path(path), torch.device(device)
         self.served = manifest.read(self.path)
         if verify:
             self._verify()
         self.tables = MappedTables(self.served, self.path)
-        self._program = program.load(self.path / PROGRAM_FILE)
+        self._program = program.load(self.path / PROGRAM_FILE, self._device)
         self._weights = {f"{MODEL_PREFIX}{name}": tensor for name, tensor in self._program.state_dict().items()}
         transforms = self.path / TRANSFORMS_DIRECTORY
         self._transforms = Transforms.read(transforms) if transforms.is_dir() else None
@@ -119,7 +127,7 @@ class Predictor:
     @torch.no_grad()
     def _score(self, batch: Batch) -> tuple[int, Tensor]:
         with self._lock:
-            logits = program.call(self._program, batch, self.tables.lookup(batch.features))
+            logits = program.call(self._program, batch, self.tables.lookup(batch.features), self._device)
             step = self.step
         return step, logits.sigmoid() if self.served.scores == PROBABILITY else logits
 

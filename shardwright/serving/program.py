@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export.passes import move_to_device_pass
 
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors
 from shardwright.layers.embedding import EmbeddingTables
 
+CPU = torch.device("cpu")
 WEIGHT_PREFIX = "dense."  # of the names of the program's weights
 PICKLED_SUFFIX = ".pt"  # of pickled files in an archive: example inputs, which are not needed
 SPECIALIZED_ERROR = "your code specialized it to be a constant"
@@ -86,13 +88,15 @@ def check_dynamic_sizes(path: Path, dense: DenseProgram, example: tuple[Any, ...
         )
 
 
-def load(path: Path) -> Any:
-    """Load a program as a module; its weights have their names in the dense model."""
+def load(path: Path, device: torch.device = CPU) -> Any:
+    """Load a program as a module on a device; its weights have their names in the dense model."""
     _check_no_pickles(path)
     for kernels in ("pair_dots", "jagged_attention"):  # they register operators that programs call
         import_module(f"shardwright.kernels.{kernels}")
     try:
-        return torch.export.load(path).module(check_guards=False)
+        exported = torch.export.load(path)
+        exported = exported if device.type == "cpu" else move_to_device_pass(exported, device)
+        return exported.module(check_guards=False)
     except RuntimeError as error:
         raise UserError(
             f"{path}: torch.export cannot read it ({str(error).splitlines()[0]}); import the modules that register "
@@ -119,6 +123,11 @@ def _check_no_pickles(path: Path) -> None:
         raise UserError(f"{path}: has pickled parts, which are not read because they may run any code")
 
 
-def call(program: Any, batch: Batch, vectors: Vectors) -> Tensor:
-    """Run a loaded program; returns logits."""
-    return program.forward(*inputs(batch, vectors))  # skips the check of shapes in __call__, which takes as long
+def call(program: Any, batch: Batch, vectors: Vectors, device: torch.device = CPU) -> Tensor:
+    """Run a program that was loaded on a device; returns logits on the CPU."""
+    arguments = inputs(batch, vectors)
+    if device.type != "cpu":
+        *tensors, sequences = arguments
+        moved = [x.to(device) for x in tensors], [x.to(device) for x in sequences]
+        return program.forward(*moved[0], moved[1]).cpu()
+    return program.forward(*arguments)  # skips the check of shapes in __call__, which takes as long

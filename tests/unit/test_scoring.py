@@ -11,6 +11,7 @@ import pyarrow.csv as pcsv
 import pyarrow.parquet as pq
 import pytest
 import torch
+from fake_gpu import fake_gpu
 from test_click_logs import SCHEMA, make_rows
 
 from shardwright import config
@@ -373,6 +374,19 @@ def test_a_killed_job_continues_with_its_complete_parts(run, tmp_path, monkeypat
     assert predict.score_parts(request) == 0, "all parts are complete"
     resumed.assemble()
     assert request.output.read_bytes() == whole.read_bytes()
+
+
+def test_scores_of_a_dense_model_on_a_gpu_equal_those_on_the_cpu(run, tmp_path, monkeypatch):
+    """On a fake GPU: the program is moved, and gets the rows of tables from host memory."""
+    monkeypatch.chdir(run.parents[1])
+    rows = make_rows(100, 5)
+    expected = pq.read_table(score(make_request(run, rows, str(tmp_path / "cpu.parquet"))))
+    with fake_gpu():
+        actual = pq.read_table(score(make_request(run, rows, str(tmp_path / "gpu.parquet"), device="cuda")))
+    assert actual.column_names == expected.column_names
+    assert np.allclose(actual["score"].to_numpy(), expected["score"].to_numpy(), rtol=1e-5)
+    with pytest.raises(UserError, match="torch sees no GPU"):
+        score(make_request(run, rows, str(tmp_path / "none.parquet"), device="cuda"))
 
 
 def test_parts_of_another_job_are_not_used(run, tmp_path, monkeypatch):

@@ -213,9 +213,20 @@ def with_prefetch(stages: Sequence[Stage], *, from_host: bool = False) -> tuple[
     return tuple(all_stages)
 
 
-def with_gpu(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """The stages of one rank with a GPU: a batch is read, checked and pinned while the one before is computed."""
-    return tuple(replace(stage, lead=max(stage.lead, 1)) if stage.name == "read" else stage for stage in stages)
+def with_gpu(stages: Sequence[Stage], *, num_ranks: int = 1) -> tuple[Stage, ...]:
+    """The stages of a rank with a GPU: a batch is read, checked and pinned while the one before is computed.
+
+    With several ranks, requests are built from the ids in host memory.
+    """
+    from_host = num_ranks > 1 and any(stage.name == "lookup" for stage in stages)
+    changed: list[Stage] = []
+    for stage in stages:
+        if stage.name == "read":
+            stage = replace(stage, lead=max(stage.lead, 1))
+        if stage.name == "request" and from_host:
+            stage = replace(stage, reads=("host_batch", "weight"))
+        changed.append(stage)
+    return tuple(changed)
 
 
 def with_copies(stages: Sequence[Stage], *, of_servers: bool = False) -> tuple[Stage, ...]:

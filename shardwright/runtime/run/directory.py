@@ -45,7 +45,7 @@ PRIVATE_MODE = 0o700  # mode of a run directory that only its owner may read
 
 # Where the run trains and how its input is prepared: a resumed run may change these keys.
 CHANGEABLE_KEYS = (
-    *("run.resume", "run.directory", "run.private", "run.loggers", "ranks", "restarts", "train.overlap"),
+    *("run.resume", "run.directory", "run.device", "run.private", "run.loggers", "ranks", "restarts", "train.overlap"),
     *("plan.cluster", "plan.memory", "plan.hits", "plan.balance", "plan.dense", "plan.pipeline", "plan.micro_batches"),
     *("plan.experts", "plan.expert_groups", "plan.expert_copies", "plan.expert_exchange", "plan.routing"),
     *("data.workers", "data.prefetch", "data.readers", "data.reader_keys"),
@@ -163,6 +163,7 @@ class RunDirectory:
         plan: Plan,
         predicted: RunPrediction | None = None,
         threads: Threads | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """Write settings, environment, workload and plan before the first step.
 
@@ -173,7 +174,7 @@ class RunDirectory:
         if (self.path / "config.toml").exists():
             _check_same_settings(self.path / "config.toml", settings)
         files.write_text(dump(settings), self.path / "config.toml")
-        files.write_text(json.dumps(describe_environment(threads), indent=1), self.path / "environment.json")
+        files.write_text(json.dumps(describe_environment(threads, device), indent=1), self.path / "environment.json")
         files.write(workload, self.path / "workload.json")
         files.write(plan, self.path / "plan.json")
         for name in ("predicted.json", PREDICTED_FILE):
@@ -277,8 +278,9 @@ def resume_hint(path: Path) -> str:
     return f"to continue:  shardwright train {path / 'config.toml'} run.resume=true"
 
 
-def describe_environment(threads: Threads | None = None) -> dict[str, Any]:
-    """Software versions, hardware, threads and command of this process."""
+def describe_environment(threads: Threads | None = None, device: torch.device | None = None) -> dict[str, Any]:
+    """Software versions, hardware, threads and command of this process; `device`: None: the CPU."""
+    device = device or torch.device("cpu")
     thread_fields = {"usable_cores": threads.usable_cores, "threads_why": threads.why} if threads else {}
     return {
         "shardwright": version("shardwright"),
@@ -290,7 +292,8 @@ def describe_environment(threads: Threads | None = None) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "products": library_in_use(),
         **thread_fields,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": device_name(device) if device.type == "cuda" else "cpu",
+        "device_type": device.type,
         "command": " ".join(sys.argv),
         "launch": launcher.launch_id(),
     }

@@ -38,6 +38,7 @@ from shardwright.runtime.outputs import Output
 from shardwright.runtime.planning import plan_run
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.run import full_graph, metrics, recipe
+from shardwright.runtime.run.device import run_device
 from shardwright.runtime.run.held_out_files import open_files
 from shardwright.runtime.run.retrieval import RetrievalMeter
 from shardwright.runtime.run.setup import COLLECTIVE_TIMEOUT_SECONDS, hottest_ids, set_threads
@@ -95,7 +96,8 @@ def evaluate(path: Path, overrides: Sequence[str] = (), data: str = "", by: str 
     with ExitStack() as stack:
         set_threads(settings, stack)
         _, plan, _ = plan_run(settings, held_out, model)
-        mesh = stack.enter_context(closing(mesh_for(plan, COLLECTIVE_TIMEOUT_SECONDS)))
+        device = run_device(settings.run.device, plan, model)
+        mesh = stack.enter_context(closing(mesh_for(plan, COLLECTIVE_TIMEOUT_SECONDS, device=device)))
         hottest = hottest_ids(settings, held_out, model, plan)
         job = build(model, plan, mesh, optimizer=recipe.make_dense_optimizer(settings), hottest=hottest)
         job.load(checkpoint)

@@ -36,8 +36,11 @@ def evaluate(
     keys = [key for key in overrides or () if not key.startswith("data=")]
     data = next((key.partition("=")[2] for key in overrides or () if key.startswith("data=")), "")
     for key in keys:
-        if key.startswith(("run.", "model.", "tables.", "dense.", "seed=")):
-            raise UserError(f"{key}: the run has its own; set data=FILE, ranks=N, or keys of train and plan")
+        is_of_run = key.startswith(("run.", "model.", "tables.", "dense.", "seed="))
+        if is_of_run and not key.startswith("run.device="):
+            raise UserError(
+                f"{key}: the run has its own; set data=FILE, ranks=N, run.device, or keys of train and plan"
+            )
     settings = evaluation.load_settings(evaluation.find_run(run)[0], keys)
     if settings.ranks > 1 and not launcher.join_launch():
         command = ["-m", "shardwright.cli", "evaluate", str(run), *(overrides or ()), *(["--by", by] if by else [])]

@@ -55,7 +55,7 @@ def measure_this_rank(settings: Settings, source: Source, model: Any, plan: Plan
     threads = choose_threads(workers, host_topology()[1], launcher.omp_num_threads()).count
     cores, times, num_shards = rank_cores(host_topology()[1]), None, plan.position(0, plan.sample_axes)[1]
     saves_memory = plan.dense.shard or plan.dense.recompute or plan.dense.offload
-    if select_device().type == "cpu":
+    if select_device(settings.run.device).type == "cpu":
         make_rows = _batch_maker(settings, source, num_shards)
         if sparse_of(model) is None and measure_blocks.has_parts(model):
             batches = [_last_micro_batch(to_batch(make_rows()), plan) for _ in range(NUM_BLOCK_BATCHES)]

@@ -27,6 +27,7 @@ from shardwright.runtime.job import Job
 from shardwright.runtime.launch import launcher
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.run import learning_rate, recipe
+from shardwright.runtime.run.device import device_notes
 from shardwright.runtime.run.directory import RunDirectory
 from shardwright.runtime.run.machine import Threads, choose_threads
 from shardwright.runtime.run.started_servers import FOLDER, StartedServers
@@ -156,8 +157,7 @@ def start_notes(settings: Settings, source: Source, job: Job, previous_threads: 
     if isinstance(source, Neighborhoods) and source.partitions > 1:
         cut = edge_cut(source.graph.neighbors, source.partition_N)
         yield f"{100 * cut:.1f} % of the edges are between different ones of {source.partitions} partitions"
-    if torch.cuda.is_available():
-        yield "shardwright train runs on the CPU only; on a GPU, call build() from Python"
+    yield from device_notes(settings.run.device, job.plan, job.model, job.mesh)
     if job.mesh.servers is not None:
         yield f"table servers: {', '.join(job.mesh.servers.addresses)}"
     if settings.train.base_batch:

@@ -17,6 +17,7 @@ from shardwright.runtime.planning import plan_run
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.run import recipe
 from shardwright.runtime.run.callback import Callback, CallbackList, RunResult, RunStart
+from shardwright.runtime.run.device import run_device
 from shardwright.runtime.run.directory import RunDirectory
 from shardwright.runtime.run.loggers import make_loggers
 from shardwright.runtime.run.setup import (
@@ -56,9 +57,12 @@ def train(settings: Settings, callbacks: Sequence[Callback] = ()) -> RunResult:
         threads = set_threads(settings, stack)  # before the plan: it measures the model
         workload, plan, predicted = plan_run(settings, source, model)
         starts_servers = bool(settings.servers.start)
-        memory_check.check_fits(workload, plan, model, current_rank(), settings.train, starts_servers=starts_servers)
+        device = run_device(settings.run.device, plan, model)
+        memory_check.check_fits(
+            workload, plan, model, current_rank(), settings.train, starts_servers=starts_servers, device=device
+        )
         stack.enter_context(memory_check.explain_out_of_memory(workload))
-        mesh = stack.enter_context(closing(mesh_for(plan, COLLECTIVE_TIMEOUT_SECONDS)))
+        mesh = stack.enter_context(closing(mesh_for(plan, COLLECTIVE_TIMEOUT_SECONDS, device=device)))
         directory = stack.enter_context(table_servers(settings, plan, mesh))
         flops = describe_model_flops(settings, source, model, plan, mesh)
         job = build(
@@ -80,7 +84,7 @@ def train(settings: Settings, callbacks: Sequence[Callback] = ()) -> RunResult:
         train_settings = settings.train.model_copy(update={"products": library_in_use()})
         settings = settings.model_copy(update={"run": run, "train": train_settings})
         previous = directory.read_environment().get("threads", torch.get_num_threads())
-        directory.write_description(settings, workload, plan, predicted, threads)
+        directory.write_description(settings, workload, plan, predicted, threads, device)
         if flops is not None:
             directory.write("model_flops.json", flops)
         token_meter = TokenMeter(job.model.loss, getattr(source, "length", 0), flops)

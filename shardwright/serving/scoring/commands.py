@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from shardwright.serving.scoring.parts import ScoreParts
     from shardwright.serving.scoring.predict import ScoreRequest
 
-KEYS = ("data", "out", "keys", "ranks")
+KEYS = ("data", "out", "keys", "ranks", "device")
+DEVICES = ("auto", "cpu", "cuda")
 SECONDS_BETWEEN_COUNTS = 0.5  # of the parts that other processes have written
 STOPPED = 130  # exit code after Ctrl-C
 
@@ -38,6 +39,7 @@ def predict(
     shardwright predict runs/mine data=test.csv out=scores.parquet
     shardwright predict runs/mine data=test.csv out=scores.csv keys=user,item     with columns of the input
     shardwright predict served data=folder out=scores.parquet ranks=8              an export, in 8 processes
+    shardwright predict served data=folder out=scores.parquet device=cuda          the dense model on a GPU
     \b
     After a kill the same command continues: it keeps the parts that are complete. The output appears when all are.
     """
@@ -87,7 +89,10 @@ def _parse(model: Path, settings: "list[str] | tuple[str, ...]") -> "tuple[Score
     if not model.exists():
         raise UserError(f"{model}: no such run or export")
     keys = tuple(filter(None, values.get("keys", "").split(",")))
-    return ScoreRequest(model, Path(values["data"]), Path(values["out"]), keys), int(ranks)
+    if (device := values.get("device", "cpu")) not in DEVICES:
+        raise UserError(f"device={device}: wanted one of {', '.join(DEVICES)}")
+    request = ScoreRequest(model, Path(values["data"]), Path(values["out"]), keys, device=device)
+    return request, int(ranks)
 
 
 def _score_as_rank(request: "ScoreRequest") -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from shardwright.checkpoint import step_directories
+from shardwright.comm.mesh import select_device
 from shardwright.data.features.row_batches import encode_rows
 from shardwright.data.features.transforms import Transforms
 from shardwright.data.loading.loader import to_batch
@@ -47,6 +48,7 @@ class ScoreRequest:
     keys: tuple[str, ...] = ()
     block_rows: int = 65_536  # rows that are read at once
     part_blocks: int = 4  # blocks of a part
+    device: str = "cpu"  # of the dense model: "auto", "cpu" or "cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ def prepare(request: ScoreRequest) -> ScoreParts:
             "data": fingerprint(_open_paths(request.data)),
             "keys": list(request.keys),
             "rows": [BATCH_SIZE, request.block_rows, request.part_blocks],
+            **({} if request.device == "cpu" else {"device": request.device}),
         }
     )
     try:
@@ -127,7 +130,7 @@ def input_size(request: ScoreRequest) -> int:
 def _open(request: ScoreRequest, parts: ScoreParts) -> tuple[Predictor, FeatureFile, Transforms]:
     transforms = _read_transforms(request, parts)
     file = FeatureFile(request.data, transforms.schema, request.keys)
-    predictor = Predictor(_export_folder(request, parts))
+    predictor = Predictor(_export_folder(request, parts), device=select_device(request.device))
     names = (*request.keys, *column_names(predictor))
     if len(set(names)) < len(names):
         raise UserError(
