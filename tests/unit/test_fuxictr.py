@@ -74,7 +74,7 @@ def test_every_model_trains(name):
 def test_an_experiment_trains_with_patience_and_scores_its_test_rows(name, folder):
     write_data(1500)
     keys, dataset = MODELS[name]
-    keys |= {"epochs": 8, "learning_rate": 0.02, "monitor": {"AUC": 1, "logloss": -1}}
+    keys = keys | {"epochs": 8, "learning_rate": 0.02, "monitor": {"AUC": 1, "logloss": -1}}
     result = train(config.load(write_configuration({"tiny_001": keys}, dataset), ["data.workers=0"]))
     assert result.path == Path("runs/tiny_001-001")
     lines = [json.loads(line) for line in (result.path / "metrics.jsonl").read_text().splitlines()]
