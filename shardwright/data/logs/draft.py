@@ -95,8 +95,8 @@ def _positive(column: Column) -> str | float:
     """The value of a click: the larger number, a text that means yes, or the rarer text."""
     if column.is_numeric:
         return max(map(float, column.distinct))
-    said = [value for value in column.distinct if value.lower() in POSITIVE_TEXTS]
-    return said[0] if said else min(sorted(column.distinct), key=list(column.values).count)
+    texts = [value for value in column.distinct if value.lower() in POSITIVE_TEXTS]
+    return texts[0] if texts else min(sorted(column.distinct), key=list(column.values).count)
 
 
 def _other(column: Column) -> str:
