@@ -91,6 +91,7 @@ def test_every_benchmark_has_a_smallest_case():
             "moe_worker",
             "pipeline_sides",
             "placement_torchrec",
+            "plain_click_models",
             "published_layers",
             "published_runs",
             "results_file",

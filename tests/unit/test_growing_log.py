@@ -540,7 +540,7 @@ def test_malformed_rows_are_errors_or_skipped(capsys):
     [
         ({"path": ""}, 'key "data.path" is missing'),
         ({"path": "nowhere"}, "data.path=nowhere: no such directory"),
-        ({"schema": ""}, 'key "data.schema" is missing: criteo, avazu, or a TOML file'),
+        ({"schema": ""}, 'key "data.schema" is missing: criteo, avazu, a TOML file, or a section'),
         ({"encoding": {"rows": 1}}, "rows is 1; wanted 0 for"),
         ({"encoding": {"row": 9}}, "data.encoding: row: unknown key"),
         ({"memory": 0}, "data.memory=0; wanted more"),

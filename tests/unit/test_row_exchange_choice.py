@@ -100,7 +100,9 @@ def measure_bytes(bags: EmbeddingBags, plan: Plan, ids: Jagged) -> tuple[np.ndar
         local_ids = narrow(ids, rank * LOCAL_BATCH, (rank + 1) * LOCAL_BATCH)
         request = RequestBuilder(bags, layout, orders, rank).build(local_ids)
         ids_RR[rank] = [4 * size for size in request.splits]
-        values_RR[:, rank] = [4 * size for size in ResponseAssembly(bags, layout, rank).received_sizes(request)]
+        values_RR[:, rank] = [
+            4 * size for size in ResponseAssembly(bags, layout, rank, torch.device("cpu")).received_sizes(request)
+        ]
     return ids_RR, values_RR
 
 
