@@ -169,7 +169,8 @@ class EmbeddingTables(nn.Module):
             raise UserError("these tables have no optimizer: pass EmbeddingBags(..., optimizer)")
         steps = {name: step + 1 for name, step in self.steps.items()}
         used = self.exchange.update(ids, gradients, self.optimizer, steps)
-        stepped_tables = {feature.table for feature in self.features if feature.name in used} & self._trained_tables
+        used_tables = {feature.table for feature in self.features if feature.name in used}
+        stepped_tables = {name for name in used_tables if self.holder(name).is_trained}
         self.steps = {name: step + (name in stepped_tables) for name, step in self.steps.items()}
 
     def weight_gradients(self, ids: Jagged, gradients: Vectors) -> Tensor:
@@ -180,11 +181,6 @@ class EmbeddingTables(nn.Module):
     def trained(self) -> bool:
         """Whether `update` changes any table: there is an optimizer, and not all tables are frozen."""
         return self.optimizer is not None and any(self.holder(table.name).is_trained for table in self.tables)
-
-    @property
-    def _trained_tables(self) -> frozenset[str]:
-        """The tables that are not frozen."""
-        return frozenset(table.name for table in self.tables if self.holder(table.name).is_trained)
 
     def hold(self, dtypes: Mapping[str, Dtype]) -> None:
         """Convert each table's weights to its dtype; optimizer states keep theirs."""
@@ -330,10 +326,9 @@ class EmbeddingBags(EmbeddingTables):
 
     def holder(self, table: str) -> TableWeights:
         """The module that holds a table's weight and optimizer state."""
-        module = getattr(self._holder[0], table)
+        module = self._holder[0]._modules[table]  # getattr of a module looks in three places, for each table and step
         assert isinstance(module, TableWeights)
-        if not module.is_released:
-            module.check_dtype()
+        module.check_dtype()
         return module
 
 

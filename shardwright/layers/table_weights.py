@@ -103,8 +103,8 @@ class TableWeights(nn.Module):
 
     def check_dtype(self) -> None:
         """Raise an error if the model was cast: `model.half()` also casts tables and their optimizer state."""
-        dtype, state_dtype = self._dtypes
-        if self.weight.dtype != dtype or any(state.dtype != state_dtype for state in self.states):
+        weight, (dtype, state_dtype) = self._parameters["weight"], self._dtypes
+        if weight is not None and (weight.dtype != dtype or any(state.dtype != state_dtype for state in self.states)):
             dtypes = ", ".join(str(x.dtype).removeprefix("torch.") for x in (self.weight, *self.states))
             raise UserError(
                 f'table "{self.table.name}" was declared {self.table.dtype} and is now {dtypes}; '

@@ -168,7 +168,7 @@ class Transforms:
         dense_BN = np.empty((num, self.num_dense), np.float32)
         labels = {name: np.empty(num, np.float32) for name in schema.label_columns}
         weight_B = None if schema.weight is None else np.empty(num, np.float32)
-        bags: dict[str, list[Any]] = {name: [None] * num for name in schema.lists}
+        selections = list(selections)
         for samples, chunk, rows in selections:
             ids_BC[samples] = chunk.ids_RC[rows]
             dense_BN[samples] = chunk.numbers_RN[rows]
@@ -176,14 +176,14 @@ class Transforms:
                 label_B[samples] = chunk.labels[name][rows]
             if weight_B is not None and chunk.weight_R is not None:
                 weight_B[samples] = chunk.weight_R[rows]
-            for name, (ids, offsets) in chunk.lists.items():
-                for sample, row in zip(samples.tolist(), rows.tolist(), strict=True):
-                    bags[name][sample] = ids[offsets[row] : offsets[row + 1]]
         values, lengths = ids_BC.T.astype(np.int64, order="C").reshape(-1), self._single_id_lengths(num)
-        if bags:
-            list_ids = [np.concatenate(bags[name]) if num else np.empty(0, np.int64) for name in schema.lists]
-            values = np.concatenate([values, *list_ids], dtype=np.int64)
-            lengths = np.stack([*lengths, *(np.fromiter(map(len, bags[name]), np.int64, num) for name in schema.lists)])
+        if schema.lists:
+            lists = [
+                _gather_lists(num, [(samples, *chunk.lists[name], rows) for samples, chunk, rows in selections])
+                for name in schema.lists
+            ]
+            values = np.concatenate([values, *(ids for ids, _ in lists)], dtype=np.int64)
+            lengths = np.stack([*lengths, *(length_B for _, length_B in lists)])
         return NumpyBatch(
             features=(*self.single_id_features, *schema.lists),
             values=values,
@@ -344,6 +344,22 @@ def _hash_lists(name: str, values: Sequence[Any]) -> tuple[np.ndarray, np.ndarra
     numbers = np.repeat(np.arange(len(values)), np.diff(offsets)).tolist()  # the sample of each item
     items = [item for value in values for item in value or ()]
     return _hash_codes([_to_text(name, number, item) for number, item in zip(numbers, items, strict=True)]), offsets
+
+
+def _gather_lists(num: int, selections: Sequence[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of a list column in the order of `num` samples, and how many each has.
+
+    A selection is (sample indices, ids of a chunk, offsets of its rows, rows of the samples).
+    """
+    length_B = np.zeros(num, np.int64)
+    for samples, _, offsets, rows in selections:
+        length_B[samples] = offsets[rows + 1] - offsets[rows]
+    start_B, values = length_B.cumsum() - length_B, np.empty(length_B.sum(), np.int64)
+    for samples, ids, offsets, rows in selections:
+        lengths = length_B[samples]
+        place = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)  # in its list
+        values[np.repeat(start_B[samples], lengths) + place] = ids[np.repeat(offsets[rows], lengths) + place]
+    return values, length_B
 
 
 def _to_text(name: str, number: int, value: Any) -> bytes:
