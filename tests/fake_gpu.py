@@ -160,6 +160,8 @@ def fake_gpu(gpu: str = "fake", num: int = 1) -> Iterator[None]:
     """A context in which torch sees `num` fake GPUs; `gpu` identifies this rank's among those of all ranks."""
     if not _registered.is_set():
         _setup_privateuseone_for_python_backend(BACKEND)
+        module = torch.get_device_module(BACKEND)  # stays after the context, where torch asks it for random numbers
+        module.get_rng_state, module.set_rng_state = torch.get_rng_state, lambda *_: None
         _registered.set()
     properties = SimpleNamespace(uuid=gpu, total_memory=1 << 34, multi_processor_count=1)
     cuda: dict[str, Any] = {
