@@ -14,24 +14,26 @@ struct Level {
   const ProductKernels* products;
   const AdamKernels* adam;
   const ActivationKernels* activations;
+  const AttentionKernels* attention;
   bool (*here)();
 };
 
 const Level kLevels[] = {
 #ifdef SHARDWRIGHT_X86_LEVELS
     {"avx512", &kRowKernels_avx512, &kPairKernels_avx512, &kProductKernels_avx512, &kAdamKernels_avx512,
-     &kActivationKernels_avx512,
+     &kActivationKernels_avx512, &kAttentionKernels_avx512,
      [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
      }},
     {"avx2", &kRowKernels_avx2, &kPairKernels_avx2, &kProductKernels_avx2, &kAdamKernels_avx2, &kActivationKernels_avx2,
+     &kAttentionKernels_avx2,
      [] {
        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
      }},
 #endif
     {"baseline", &kRowKernels_baseline, &kPairKernels_baseline, &kProductKernels_baseline, &kAdamKernels_baseline,
-     &kActivationKernels_baseline,
+     &kActivationKernels_baseline, &kAttentionKernels_baseline,
      [] { return true; }},
 };
 
@@ -56,6 +58,7 @@ const PairKernels& pair_kernels() { return *level()->pairs; }
 const ProductKernels& product_kernels() { return *level()->products; }
 const AdamKernels& adam_kernels() { return *level()->adam; }
 const ActivationKernels& activation_kernels() { return *level()->activations; }
+const AttentionKernels& attention_kernels() { return *level()->attention; }
 
 SHARDWRIGHT_API const char* shardwright_level() { return level()->name; }
 

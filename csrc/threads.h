@@ -9,6 +9,7 @@
 
 #include "activations.h"
 #include "adam.h"
+#include "attention.h"
 #include "embedding.h"
 #include "pairs.h"
 #include "products.h"
@@ -27,6 +28,7 @@ const PairKernels& pair_kernels();
 const ProductKernels& product_kernels();
 const AdamKernels& adam_kernels();
 const ActivationKernels& activation_kernels();
+const AttentionKernels& attention_kernels();
 
 struct Free {
   void operator()(void* memory) const { std::free(memory); }

@@ -1,7 +1,8 @@
 """Causal attention with pointwise weights over jagged sequences, and its gradients.
 
 The weight of position j for position i >= j of a sequence of n positions is SiLU(q_i . k_j + bias[i - j]) / n.
-Sequences are padded inside the kernel only, to a multiple of BLOCK positions, in groups of equal padded length.
+On a CPU a native kernel takes float32. Elsewhere sequences are padded, inside the operator only, to a multiple of BLOCK
+positions, in groups of equal padded length.
 
 Shape legend: N positions of all sequences, H heads, K columns of queries and keys, V columns of values, B sequences,
 D distances, G sequences of a group, L positions of a padded sequence.
@@ -16,6 +17,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
 from shardwright.errors import UserError
+from shardwright.kernels import native_attention
 
 BLOCK = 8  # positions
 MAX_SCORES = 1 << 22  # scores that are held at a time
@@ -73,6 +75,9 @@ def _scores(q_GHLK: Tensor, k_GHLK: Tensor, bias_DH: Tensor, group: _Group) -> t
 def _forward_op(q_NHK: Tensor, k_NHK: Tensor, v_NHV: Tensor, bias_DH: Tensor, lengths_B: Tensor) -> Tensor:
     _check(q_NHK, k_NHK, v_NHV, bias_DH, lengths_B)
     out_NHV = _forward_fake(q_NHK, k_NHK, v_NHV, bias_DH, lengths_B)
+    if native_attention.supports(q_NHK, k_NHK, v_NHV):
+        native_attention.silu(q_NHK, k_NHK, v_NHV, bias_DH, lengths_B, out_NHV)
+        return out_NHV
     for group in _groups(lengths_B, q_NHK.shape[1]):
         scores, share = _scores(_gather(q_NHK, group), _gather(k_NHK, group), bias_DH, group)
         _scatter(out_NHV, (functional.silu(scores) * share) @ _gather(v_NHV, group), group)
@@ -83,6 +88,8 @@ def _backward_op(
     q_NHK: Tensor, k_NHK: Tensor, v_NHV: Tensor, bias_DH: Tensor, lengths_B: Tensor, grad_NHV: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check(q_NHK, k_NHK, v_NHV, bias_DH, lengths_B)
+    if native_attention.supports(q_NHK, k_NHK, v_NHV):
+        return native_attention.silu_gradients(q_NHK, k_NHK, v_NHV, bias_DH, lengths_B, grad_NHV)
     grads = _backward_fake(q_NHK, k_NHK, v_NHV, bias_DH, lengths_B, grad_NHV)
     grads[3].zero_()
     for group in _groups(lengths_B, q_NHK.shape[1]):

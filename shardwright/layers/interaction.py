@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwright.errors import UserError
+from shardwright.kernels.field_attention import field_attention
 from shardwright.kernels.pair_dots import pair_dots
 
 
@@ -80,11 +81,7 @@ class FieldAttention(nn.Module):
         self.shortcut = nn.Linear(dim, num_heads * head_dim, bias=False)
 
     def forward(self, x_BFD: Tensor) -> Tensor:
-        query, key, value = (
-            part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(x_BFD).chunk(3, dim=2)
-        )
-        mixed_BHFK = functional.scaled_dot_product_attention(query, key, value)
-        return functional.relu(mixed_BHFK.transpose(1, 2).flatten(2) + self.shortcut(x_BFD))
+        return functional.relu(field_attention(self.qkv(x_BFD), self.num_heads) + self.shortcut(x_BFD))
 
 
 class NumericEmbedding(nn.Module):

@@ -33,6 +33,10 @@ double shardwright_sum_of_squares(const float*, int64_t);
 void shardwright_adam(const Parameter*, const AdamNumbers*, int64_t);
 void shardwright_pair_dots(const void*, int64_t, int64_t, int64_t, int64_t, void*);
 void shardwright_pair_gradients(const void*, const void*, int64_t, int64_t, int64_t, int64_t, void*);
+void shardwright_silu_attention(const void*, const float*, int64_t, float*);
+void shardwright_silu_attention_gradients(const void*, const float*, int64_t, const float*, float* const*, float*);
+void shardwright_softmax_attention(const void*, double, float*);
+void shardwright_softmax_attention_gradients(const void*, double, const float*, float* const*, int64_t);
 }
 
 namespace {
@@ -163,6 +167,37 @@ void dot_pairs() {
   shardwright_pair_gradients(rows.get(), for_dots.get(), width == 8, samples, vectors, dim, for_rows.get());
 }
 
+// Attention of both kinds and its gradients, in buffers of exact size.
+void attend() {
+  const int64_t sequences = pick(8), heads = 1 + pick(3), keys = 16 * (1 + pick(2)), values = 16 * (1 + pick(2));
+  const int64_t distances = 1 + pick(60), length = 1 + pick(70);
+  Numbers starts(sequences + 1);
+  for (int64_t i = 0; i < sequences; ++i) starts[i + 1] = starts[i] + pick(120);
+  for (const bool is_softmax : {false, true}) {
+    const int64_t rows = is_softmax ? sequences * length : starts.back(), key_size = rows * heads * keys;
+    const int64_t value_size = rows * heads * values, bias_size = heads * distances;
+    const Memory queries = floats(key_size, 4), of_keys = floats(key_size, 4), of_values = floats(value_size, 4);
+    const Memory gradient = floats(value_size, 4), bias = floats(bias_size, 4);
+    Memory out = zeros(value_size * 4), to_queries = zeros(key_size * 4), to_keys = zeros(key_size * 4);
+    Memory to_values = zeros(value_size * 4), to_bias = zeros(sequences * bias_size * 4);
+    const auto as_floats = [](const Memory& memory) { return reinterpret_cast<float*>(memory.get()); };
+    float* const to[] = {as_floats(to_queries), as_floats(to_keys), as_floats(to_values)};
+    const auto number = [](const void* address) { return reinterpret_cast<int64_t>(address); };
+    const Numbers call = {number(queries.get()), number(of_keys.get()), number(of_values.get()), heads * keys,
+                          heads * keys, heads * values, is_softmax ? 0 : number(starts.data()),
+                          is_softmax ? length : 0, sequences, heads, keys, values};
+    if (is_softmax) {
+      shardwright_softmax_attention(call.data(), 0.25, as_floats(out));
+      if (keys == values)  // rows of all gradients have one stride
+        shardwright_softmax_attention_gradients(call.data(), 0.25, as_floats(gradient), to, heads * keys);
+    } else {
+      shardwright_silu_attention(call.data(), as_floats(bias), distances, as_floats(out));
+      shardwright_silu_attention_gradients(call.data(), as_floats(bias), distances, as_floats(gradient), to,
+                                           as_floats(to_bias));
+    }
+  }
+}
+
 // One Adam step on parameters of random sizes and first positions, in buffers of exact size.
 void step_adam() {
   std::vector<Memory> memory;
@@ -225,6 +260,7 @@ int main() {
     require(sum_by_row(input) == outside, "sums by row report the ids that a lookup reports");
     require(split_and_gather(input) == outside, "a split by row ranges reports the ids that a lookup reports");
     dot_pairs();
+    attend();
     step_adam();
   }
   std::puts("400 rounds without an error");

@@ -12,11 +12,14 @@ build() { # build COMPILER FLAGS...: compile the driver and the kernels
   shift
   "$compiler" -std=c++17 -g -O1 -fopenmp -ffp-contract=off -fno-math-errno -w "$@" -DLEVEL=baseline \
     -c csrc/row_kernels.cpp -o "$out/rows.o"
-  "$compiler" -std=c++17 -g -O1 -fopenmp -w "$@" -DLEVEL=baseline -c csrc/pair_kernels.cpp -o "$out/pairs.o"
+  for kernels in pair product activation attention; do
+    "$compiler" -std=c++17 -g -O1 -fopenmp -w "$@" -DLEVEL=baseline -c "csrc/${kernels}_kernels.cpp" -o "$out/$kernels.o"
+  done
   "$compiler" -std=c++17 -g -O1 -fopenmp -ffp-contract=off -fno-math-errno -w "$@" -DLEVEL=baseline \
     -c csrc/adam_kernels.cpp -o "$out/adam.o"
-  "$compiler" -std=c++17 -g -O1 -fopenmp -w "$@" csrc/{levels,lookup,sort,update,ids,jagged,pairs,adam,squares}.cpp \
-    tests/native/driver.cpp "$out"/{rows,pairs,adam}.o -o "$out/driver"
+  "$compiler" -std=c++17 -g -O1 -fopenmp -w "$@" \
+    csrc/{levels,lookup,sort,update,ids,jagged,pairs,attention,adam,squares}.cpp \
+    tests/native/driver.cpp "$out"/{rows,adam,pair,product,activation,attention}.o -o "$out/driver"
   "$compiler" -std=c++17 -g -O1 -fopenmp -pthread -w "$@" csrc/{cache_index,cached_ids,id_map,row_log,memory}.cpp \
     tests/native/cache_driver.cpp -o "$out/cache_driver"
 }
