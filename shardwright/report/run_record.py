@@ -115,8 +115,12 @@ class Metrics:
 
     @property
     def final(self) -> MetricsLine | None:
-        """The last scores: of the test split, else of an evaluation, else progressive."""
-        return self.test or next(reversed((*self.progressive[-1:], *self.evals[-1:])), None)
+        """The last scores: of the test split, else of an evaluation, else progressive.
+
+        A run that ended with its best state has an earlier last step than its last evaluation.
+        """
+        evals = [line for line in self.evals if self.end is None or line.step <= self.end.step]
+        return self.test or next(reversed((*self.progressive[-1:], *evals[-1:])), None)
 
     @property
     def tasks(self) -> tuple[str, ...]:

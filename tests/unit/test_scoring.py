@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from fake_gpu import fake_gpu
+from rich.console import Console
 from test_click_logs import SCHEMA, make_rows
 
 from shardwright import config
@@ -21,9 +22,10 @@ from shardwright.data.features.transforms import Transforms
 from shardwright.data.loading.loader import Loader, to_batch
 from shardwright.data.loading.read_ahead import read_ahead
 from shardwright.errors import UserError
+from shardwright.report.run_record import read_record
 from shardwright.runtime.build import build
 from shardwright.runtime.planning import plan_for
-from shardwright.runtime.run import recipe
+from shardwright.runtime.run import evaluate_command, recipe
 from shardwright.runtime.run.early_stopping import EarlyStopping, check_monitor, is_evaluation_due
 from shardwright.runtime.run.evaluate import evaluate
 from shardwright.runtime.run.train import train
@@ -226,12 +228,32 @@ def test_the_best_and_the_last_checkpoint_are_named(run):
     assert resolve_best(run / "checkpoint") == run / named["last"]["path"]
 
 
+def test_a_run_without_a_test_part_ends_with_the_metrics_of_its_best_state(folder):
+    result = train(load(*RUN, "train.monitor=loss", "tables.lr=3.0", "dense.lr=0.3", "data.split.test=0.2"))
+    lines = [json.loads(line) for line in (result.path / "metrics.jsonl").read_text().splitlines()]
+    evals = [line for line in lines if line["kind"] == "eval"]
+    best = min(evals, key=lambda line: line["loss"])
+    assert best["step"] < 12, "the last state is not the best"
+    assert result.evaluation == best and result.step == best["step"]
+    metrics = read_record(result.path).metrics
+    assert metrics.final is not None and (metrics.final.step, metrics.final.loss) == (best["step"], best["loss"])
+    resumed = EarlyStopping(1, "loss")
+    resumed.load_state_dict({"best": 1.0, "best_step": 4, "waited": 0})  # of an older checkpoint
+    assert not resumed.best_evaluation
+
+
+def test_a_group_that_the_data_lack_is_refused(folder):
+    with pytest.raises(UserError, match='train.group="sit": the data have no such feature; did you mean "site"'):
+        recipe.make_model(settings := load("train.group=sit"), recipe.make_source(settings))
+
+
 # Evaluation of a run
 
 
 def test_an_evaluation_repeats_the_metrics_of_training(run, monkeypatch):
     monkeypatch.chdir(run.parents[1])
     result, path = evaluate(run, (), by="site")
+    assert path.name == f"step-{result.step:08d}-by-site.json"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (trained,) = (line for line in lines if line["kind"] == "eval" and line["step"] == result.step)
     for name in ("loss", "log_loss", "ne", "auc", "grouped_auc"):
@@ -248,6 +270,17 @@ def test_an_evaluation_repeats_the_metrics_of_training(run, monkeypatch):
             assert each["base_rate"] == pytest.approx(np.mean(labels))
     last, _ = evaluate(run / "checkpoint", ())
     assert last.step == 12
+
+
+def test_labels_of_one_class_are_named(run, monkeypatch):
+    monkeypatch.chdir(run.parents[1])
+    write_csv("ones.csv", [row | {"click": 1} for row in make_rows(20)])
+    result, path = evaluate(run, (), data="ones.csv")
+    console = Console(record=True, width=120)
+    evaluate_command._print(console, result, path)
+    assert "the label has the same value in all rows: no NE, no AUC" in console.export_text()
+    evaluate_command._print(console, evaluate(run)[0], path)
+    assert "no AUC" not in console.export_text()
 
 
 def test_a_run_is_evaluated_on_another_file(run, monkeypatch):

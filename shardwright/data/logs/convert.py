@@ -230,7 +230,8 @@ class RowGroupWriter:
 
 def _malformed_error(path: Path, fault: RowFault) -> UserError:
     return UserError(
-        f"{path}: line {fault.line}: {fault.reason}; fix it, or skip and count such rows with data.strict=false"
+        f"{path}: line {fault.line}: {fault.reason}; fix it, or skip and count such rows with "
+        "strict=false (in a recipe data.strict=false)"
     )
 
 

@@ -22,6 +22,7 @@ class EarlyStopping:
         self.patience, self.monitor = patience, monitor
         self.best: float | None = None
         self.best_step = 0
+        self.best_evaluation: Mapping[str, Any] = {}  # all metrics of the best step
         self.wait_count = 0
 
     def metric_of(self, evaluation: Mapping[str, Any]) -> tuple[str, float]:
@@ -48,11 +49,13 @@ class EarlyStopping:
     def should_stop(self) -> bool:
         return bool(self.patience) and self.wait_count >= self.patience
 
-    def state_dict(self) -> dict[str, float | None]:
-        return {"best": self.best, "best_step": self.best_step, "waited": self.wait_count}
+    def state_dict(self) -> dict[str, Any]:
+        state = {"best": self.best, "best_step": self.best_step, "waited": self.wait_count}
+        return state | {"evaluation": dict(self.best_evaluation)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.best, self.best_step, self.wait_count = state["best"], state["best_step"], state["waited"]
+        self.best_evaluation = state.get("evaluation", {})  # older checkpoints have none
 
 
 def check_monitor(monitor: str, loss: nn.Module) -> None:

@@ -113,7 +113,7 @@ def evaluate(path: Path, overrides: Sequence[str] = (), data: str = "", by: str 
         num_rows = int(held_out.size or 0)
         result = RunEvaluation(str(checkpoint), job.step, data, num_rows, computed, groups)
         origin = "-" + re.sub(r"[^\w.+-]", "_", Path(data).name) if data else ""
-        name = f"{checkpoint.name}{origin}.json"
+        name = f"{checkpoint.name}{origin}{f'-by-{by}' if by else ''}.json"
         if ranks.is_first:
             (run / FOLDER).mkdir(exist_ok=True)
             files.write_text(json.dumps(asdict(result), indent=1), run / FOLDER / name)

@@ -27,7 +27,7 @@ def evaluate(
     shardwright evaluate runs/mine --by device ranks=4        metrics of each device, over four processes
     shardwright evaluate runs/mine/checkpoint                 the last checkpoint, where the best is kept too
     \b
-    The result is also written into the run directory, as evaluations/STEP.json.
+    The result is also written into the run directory, as evaluations/STEP[-FILE][-by-COLUMN].json.
     """
     from shardwright.comm.mesh import is_first_rank
     from shardwright.runtime.launch import launcher
@@ -59,6 +59,10 @@ def _print(console: Console, result: Any, path: Path) -> None:
     console.print(f"rows        {result.rows:,} of {result.data or 'the held-out rows'}", highlight=False)
     for name, value in result.metrics.items():
         console.print(f"{name:<11} {value:.6f}", highlight=False)
+    for label in (name.removesuffix("log_loss") for name in result.metrics if name.endswith("log_loss")):
+        if f"{label}auc" not in result.metrics:
+            note = f"note        {label.rstrip('.') or 'the label'} has the same value in all rows: no NE, no AUC"
+            console.print(note, highlight=False, soft_wrap=True)
     for column, values in result.by.items():
         names = dict.fromkeys(name for each in values for name in each)
         shown = [name for column in COLUMNS for name in names if name.rpartition(".")[2] == column]

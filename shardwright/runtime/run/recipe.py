@@ -130,6 +130,9 @@ def make_model(settings: Settings, source: Source | Transforms) -> nn.Module:
     if settings.tables is not None and sparse_of(model) is None:
         raise UserError(f"section [tables] is given, but model.kind={settings.model.kind} has no tables; drop it")
     check_monitor(settings.train.monitor, model.loss)
+    features = [name for name, *_ in getattr(source, "features", ())]
+    if (group := settings.train.group) and features and group not in features:
+        raise UserError(f'train.group="{group}": the data have no such feature{did_you_mean(group, features)}')
     if smoothing := settings.train.label_smoothing:
         if not isinstance(model.loss, BinaryLoss | TaskLosses):
             raise UserError(

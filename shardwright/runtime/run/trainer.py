@@ -115,6 +115,7 @@ class Trainer:
             return RunResult(self.directory.path, self.evaluation, 0.0, stop_signal=stop_signal, step=self.job.step)
         if self.early_stopping.best_step:
             self.job.load(checkpoint_path(self.directory.best, self.early_stopping.best_step))
+            self.evaluation = dict(self.early_stopping.best_evaluation) or self.evaluation
         if clamped := self.job.check_weights():
             self.callbacks.note(
                 f"{clamped:,} weights of float16 tables are clamped to the largest float16, 65504: "
@@ -261,6 +262,7 @@ class Trainer:
         if self.settings.train.keeps_best and self.evaluation:
             _, metric = self.early_stopping.metric_of(self.evaluation)
             if self.early_stopping.update(metric, self.job.step):
+                self.early_stopping.best_evaluation = self.evaluation
                 self.job.check_weights()
                 with self.stop_request.suspend_time_limit():
                     self.job.save_with(self.best_saver, {})
