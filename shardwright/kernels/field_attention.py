@@ -2,8 +2,8 @@
 
 The scores of a sample stay in the caches: `scaled_dot_product_attention` is made for long sequences.
 
-Shape legend: B samples, F vectors, N = B * F vectors of all, H heads, K columns of a head, C = H * K columns of a result,
-P = 3 * C columns of queries, keys and values.
+Shape legend: B samples, F vectors, N = B * F vectors of all, H heads, K columns of a head, C = H * K columns of a
+result, P = 3 * C columns of queries, keys and values.
 """
 
 from collections.abc import Sequence
